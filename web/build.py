@@ -25,6 +25,7 @@ from shakespeare.generation.engines import native, slots, webgpu
 from shakespeare.generation.sampling import OFF, SETTINGS
 from shakespeare.lab import traffic
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
+from shakespeare.model.config import MOST, MOST_SIZE
 from shakespeare.training import recipe
 
 WEB = Path(__file__).resolve().parent
@@ -35,6 +36,7 @@ FLAGS = (
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
     "-D_LIBCPP_REMOVE_TRANSITIVE_INCLUDES",  # headers take most of the time
 )
+SMALL = ("-Os",)  # of what calls the kernels; it compiles in two thirds of the time
 VECTORS = ("simd/vectors/*.cpp", "tools/limits.cpp")  # compiled for each build; the rest is the same in all
 # Files of zig's C++ library that the kernels need beside csrc/library.cpp, and their flags.
 LIBRARY = ("memory.cpp", "string.cpp")
@@ -46,6 +48,7 @@ STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs
 STEPS_D = 32
 PORTABLE_BYTES = 16_384  # workgroup memory that WebGPU promises
 PORTABLE_INVOCATIONS = 256
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "window")  # of a model
 LEFT_OUT = ("bindings.cpp", "c_api.cpp")  # the page has no Python
 # Of training/recipe.py, for the page's runs.
 RUN = ("SHORTEST", "MOST_EVALUATED", "MOST_WATCHED", "EVALUATIONS", "LONGEST_WAIT", "MARGIN", "GOLDEN")
@@ -123,9 +126,7 @@ def facts() -> str:
         "MODEL": MODEL,
         "MODELS": models(),
         "PRECISIONS": list(Precision),
-        "PARTS": [
-            {"name": part.name, "operator": part.operator} for part in PARTS.values() if part.operator
-        ],
+        "PARTS": [{"name": part.name, "operator": part.operator} for part in PARTS.values() if part.operator],
         "BLOCK": [field.name for field in fields(traffic.Block)],
         "TILE": default_tile.DEFAULT,
         "SLIDERS": sliders,
@@ -133,6 +134,8 @@ def facts() -> str:
         "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
         "DECODER": {name: int(value) for name, value in constants},
+        "TILES": webgpu.TILES,
+        "SIZES": {name: MOST.get(name, MOST_SIZE) for name in SIZES},
         "NESTS": nests(),
         "TRAFFIC": traffic.FORMULAS,
         "RECIPE": asdict(recipe.OWN_TEXT),
@@ -215,21 +218,24 @@ def compiled(build: str) -> Path:
     if not zig or not zig.origin:
         raise BuildError(NO_ZIG)
     plain = (*FLAGS, *native.DEFINES)
-    every = {*found(CSRC, *KERNELS), *(path for folder in FOLDERS for path in found(folder, "*.cpp"))}
     vectors = found(CSRC, *VECTORS)
-    library = Recipe(
+    kernels = tuple(path for path in found(CSRC, *KERNELS) if path not in vectors)
+    callers = tuple(
+        path for folder in FOLDERS for path in found(folder, "*.cpp") if path.name not in LEFT_OUT
+    )
+    recipe = Recipe(
         name=f"attention_ext_web_{build}",
         file="kernels.wasm",
         what=f"the kernels to WebAssembly ({build}){ONCE if build == next(iter(BUILDS)) else ''}",
         compiler=(sys.executable, "-m", "ziglang", "c++"),
-        flags=(*plain, *LIBRARY_FLAGS),
+        flags=(*plain, *SMALL, *LIBRARY_FLAGS),
         sources=found(Path(zig.origin).parent / "lib" / "libcxx" / "src", *LIBRARY),
         folders=(CSRC, *FOLDERS),
         link=(*FLAGS, "-nostdlib++"),
     )
-    shared = tuple(path for path in sorted(every.difference(vectors)) if path.name not in LEFT_OUT)
-    rest = replace(library, flags=plain, sources=shared, needs=library)
-    return replace(rest, flags=(*plain, *BUILDS[build]), sources=vectors, needs=rest).make()
+    for flags, files in ((SMALL, callers), ((), kernels), (BUILDS[build], vectors)):
+        recipe = replace(recipe, flags=(*plain, *flags), sources=files, needs=recipe)
+    return recipe.make()
 
 
 def sources() -> list[Path]:

@@ -215,7 +215,14 @@ const scenarios = {
     }
     await fresh({ ...lost, where: "gpu" });
     await changes("text-new", "");
-    await page.workers().at(-1).evaluate(() => self.onmessage({ data: { id: -1, method: "loseGpu" } }));
+    await page.workers().at(-1).evaluate(() => { // the next text's device is lost, as by a reset of its driver
+      const create = GPUDevice.prototype.createCommandEncoder;
+      GPUDevice.prototype.createCommandEncoder = function () {
+        GPUDevice.prototype.createCommandEncoder = create;
+        this.destroy();
+        return create.call(this);
+      };
+    });
     await written(lost.length);
     made.lost = { text: await textOf("text-new"), status: await textOf("write-status") };
     await show("wall");
@@ -424,7 +431,7 @@ const scenarios = {
     return { said, text, note, other: await textOf("text-new") };
   },
 
-  // A run with a pause, its download, the model in Write, Race and Tiles, and the download dropped in again; before that
+  // A run with a pause and a stop, its download, the model in Write, Race and Tiles, and the download dropped in again; before that
   // what the page says of wrong texts.
   async train({ wrong, files, text, choices, zip }) {
     await open({ ...choices, length: 20 }, 20);
@@ -448,6 +455,8 @@ const scenarios = {
     await new Promise((done) => setTimeout(done, 1000));
     made.waits = paused === (await textOf("train-status"));
     await page.click("#train-pause");
+    await until("two evaluations", () => document.querySelectorAll("#losses circle").length > 1);
+    await page.click("#train-stop");
     await until("the end", () => !document.getElementById("train-save").disabled);
     Object.assign(made, { status: await textOf("train-status"), losses: await textOf("losses-text"), sample: await textOf("sample") });
     made.points = await numberOf("#losses circle");
@@ -512,7 +521,7 @@ const scenarios = {
   async tabs() {
     await open({ length: 40 }, 40);
     const made = {};
-    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure"]) {
+    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure", "train"]) {
       if (view === "script") {
         await page.click("#as-script");
         await says("script-status", "It computes");

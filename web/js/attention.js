@@ -10,15 +10,12 @@ const SEEN = 400; // characters before the query that are shown
 function paint(canvas, P, n) {
   canvas.width = canvas.height = n;
   const pen = canvas.getContext("2d"),
-    image = pen.createImageData(n, n),
-    pixels = new Uint32Array(image.data.buffer),
-    [from, to] = ["--sheet", "--red"].map(colour);
-  const shades = Uint32Array.from({ length: 256 }, (_, i) => {
-    const [r, g, b] = from.map((x, c) => Math.round(x + ((to[c] - x) * i) / 255));
-    return (255 << 24) | (b << 16) | (g << 8) | r;
-  });
-  for (let i = 0; i < n * n; i++) pixels[i] = shades[Math.min(255, (255 * Math.sqrt(P[i])) | 0)];
+    image = pen.createImageData(n, n);
+  for (let i = 0; i < n * n; i++) image.data[4 * i + 3] = 255 * Math.sqrt(P[i]); // opacity
   pen.putImageData(image, 0, 0);
+  pen.globalCompositeOperation = "source-in"; // the colour, as opaque as the pixels
+  pen.fillStyle = colour("--red");
+  pen.fillRect(0, 0, n, n);
 }
 
 export class AttentionView extends Reading {
@@ -127,12 +124,10 @@ export class AttentionView extends Reading {
   shade(i) {
     Object.assign(this, { shaded: i, shadedOf: this.P });
     const from = Math.max(0, i - SEEN),
-      row = this.row(i).subarray(from),
-      [r, g, b] = colour("--red");
+      row = this.row(i).subarray(from);
     const marks = this.seen.characters.slice(from, i + 1).map((c, n) => {
       const mark = make("mark", { className: from + n === i ? "query" : "" }, c === "\n" ? "⏎\n" : c);
-      const share = Math.sqrt(row[n]);
-      if (share > 0.05) mark.style.backgroundColor = `rgb(${r} ${g} ${b} / ${(0.75 * share).toFixed(3)})`;
+      mark.style.setProperty("--weight", Math.sqrt(row[n]).toFixed(3));
       return mark;
     });
     $("seen").replaceChildren(...marks);

@@ -1,26 +1,28 @@
 // @ts-check
 // A checkpoint: configuration, tensors and vocabulary, checked as model/checkpoint.py checks them.
+import { SIZES } from "./facts.js";
 import { check, isObject, readSafetensors } from "./safetensors.js";
 
-const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
-const KNOWN = [...SIZES, "dropout", "bias", "dataset", "positions", "window", "eos_token_id"];
+const KNOWN = [...Object.keys(SIZES), "dropout", "bias", "dataset", "positions", "eos_token_id"];
 const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
-const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
+export const [EMBEDDING, PLACES] = ["transformer.wte.weight", "transformer.wpe.weight"];
+const HEAD = "lm_head.weight";
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
+
+const is = (name, value, holds, must) => check(holds, `${name} is ${JSON.stringify(value)}; it must be ${must}`);
 
 // files: {config, characters} as parsed JSON, weights: an ArrayBuffer. Raises CheckpointError.
 /** @param {{ config: any, characters: any, weights: ArrayBuffer }} files */
 export function readCheckpoint({ config, characters, weights }) {
   checkConfig(config);
   const tensors = named(readSafetensors(weights));
-  assemble(config, tensors);
+  checkTensors(config, tensors);
   checkCharacters(characters, config.vocab_size);
   const vocab_size = characters.length, // rows of the embedding beyond it only pad it
     { data } = tensors.get(EMBEDDING),
     shape = [vocab_size, config.n_embd];
   tensors.set(EMBEDDING, { shape, data: data.subarray(0, vocab_size * config.n_embd) });
-  const eos_token_id = [config.eos_token_id ?? []].flat();
-  return { config: { ...config, vocab_size, eos_token_id }, characters, tensors };
+  return { config: { ...config, vocab_size, eos_token_id: endsOf(config) }, characters, tensors };
 }
 
 // The tensors by nanoGPT's names, without causal masks.
@@ -35,80 +37,73 @@ function named(stored) {
   return found;
 }
 
+const endsOf = ({ eos_token_id: ends }) => [ends ?? []].flat();
+
 function checkConfig(config) {
   check(isObject(config), "config.json must hold an object");
   const { n_embd, n_head, bias = true, positions = "table", window = null } = config,
     isEndless = positions === "alibi";
-  for (const name of isEndless ? [...SIZES, "window"] : SIZES) {
-    const most = { window: 2 ** 20, n_layer: 4096 }[name] ?? 2 ** 31,
-      isSize = Number.isInteger(config[name]) && config[name] >= 1 && config[name] <= most,
-      must = `a whole number of at least 1 and at most ${most}`;
-    check(isSize, `${name} is ${JSON.stringify(config[name])}; it must be ${must}`);
+  for (const [name, most] of Object.entries(SIZES)) {
+    const size = config[name],
+      isSize = (Number.isInteger(size) && size >= 1 && size <= most) || (name === "window" && !isEndless);
+    is(name, size, isSize, `a whole number of at least 1 and at most ${most}`);
   }
-  check(isEndless || positions === "table", `positions is ${JSON.stringify(positions)}; it must be "table" or "alibi"`);
-  check(isEndless || window === null, `window is ${JSON.stringify(window)}; it must be null with positions "table"`);
-  const ends = [config.eos_token_id ?? []].flat();
-  check(ends.every(Number.isInteger), `eos_token_id is ${JSON.stringify(ends)}; it must be a whole number, or several`);
-  check(n_embd % n_head === 0, `n_embd is ${n_embd}; it must be a multiple of n_head=${n_head}`);
+  is("positions", positions, isEndless || positions === "table", '"table" or "alibi"');
+  is("window", window, isEndless || window === null, 'null with positions "table"');
+  is("eos_token_id", endsOf(config), endsOf(config).every(Number.isInteger), "a whole number, or several");
+  is("n_embd", n_embd, n_embd % n_head === 0, `a multiple of n_head=${n_head}`);
+  is("bias", bias, [true, false, 1, 0, null].includes(bias), "true or false");
   const isOn = (name) => config[name] && !["[]", "{}"].includes(JSON.stringify(config[name])),
     unknown = Object.keys(config).filter((name) => !KNOWN.includes(name) && isOn(name));
   check(!unknown.length, `it has the unknown fields ${unknown.sort().join(", ")}; remove those that change no result`);
-  check([true, false, 1, 0, null].includes(bias), `bias is ${JSON.stringify(bias)}; it must be true or false`);
 }
 
 /**
- * In the order of the training step's parameters.
- * @returns {Iterable<any>} [name, shape] of each tensor
+ * [name, shape] of each tensor, in the order of the training step's parameters.
+ * @returns {[string, number[]][]}
  */
-export function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true, window }) {
-  yield [EMBEDDING, [vocab_size, C]];
-  if (!window) yield ["transformer.wpe.weight", [block_size, C]];
-  const layer = function* (name, ...shape) {
-    yield [`${name}.weight`, shape];
-    if (bias) yield [`${name}.bias`, [shape[0]]];
+export function shapes({ block_size, vocab_size, n_layer, n_embd: C, bias = true, window }) {
+  const layer = {
+    ...{ ln_1: [C], "attn.c_attn": [3 * C, C], "attn.c_proj": [C, C] },
+    ...{ ln_2: [C], "mlp.c_fc": [4 * C, C], "mlp.c_proj": [C, 4 * C] },
   };
-  for (let l = 0; l < n_layer; l++) {
-    const block = `transformer.h.${l}`;
-    yield* layer(`${block}.ln_1`, C);
-    yield* layer(`${block}.attn.c_attn`, 3 * C, C);
-    yield* layer(`${block}.attn.c_proj`, C, C);
-    yield* layer(`${block}.ln_2`, C);
-    yield* layer(`${block}.mlp.c_fc`, 4 * C, C);
-    yield* layer(`${block}.mlp.c_proj`, C, 4 * C);
-  }
-  yield* layer("transformer.ln_f", C);
+  const made = new Map([[EMBEDDING, [vocab_size, C]]]),
+    add = (name, shape) => {
+      made.set(`${name}.weight`, shape);
+      if (bias) made.set(`${name}.bias`, shape.slice(0, 1));
+    };
+  if (!window) made.set(PLACES, [block_size, C]);
+  for (let l = 0; l < n_layer; l++) for (const name in layer) add(`transformer.h.${l}.${name}`, layer[name]);
+  add("transformer.ln_f", [C]);
+  return [...made];
 }
 
-function assemble(config, tensors) {
+function checkTensors(config, tensors) {
   const { block_size, vocab_size, n_layer, n_embd, window } = config,
-    parameters = (block_size + (window ?? 0) + vocab_size + 12 * n_layer * n_embd) * n_embd;
+    parameters = (block_size + (window ?? 0) + vocab_size + 12 * n_layer * n_embd) * n_embd,
+    head = tensors.get(HEAD);
   check(n_layer <= tensors.size, `n_layer is ${n_layer}, but there are ${tensors.size} tensors`);
   check(parameters <= MOST_PARAMETERS, "the model is too large for a page");
-  const expected = new Map(expectedTensors(config)),
-    head = tensors.get(HEAD),
-    embedding = tensors.get(EMBEDDING);
+  const expected = new Map(shapes(config));
   if (head) expected.set(HEAD, [vocab_size, n_embd]);
-  const without = (names, others) => [...names.keys()].filter((name) => !others.has(name)).sort();
-  const missing = without(expected, tensors),
-    surplus = without(tensors, expected);
-  check(!missing.length, `${missing.length} tensors are missing, the first is ${missing[0]}`);
-  check(!surplus.length, `${surplus.length} tensors are unexpected, the first is ${surplus[0]}`);
   for (const [name, wanted] of expected) {
-    const { shape, data } = tensors.get(name),
-      isRight = shape.join() === wanted.join();
-    check(isRight, `${name} has shape (${shape.join(", ")}); it must be (${wanted.join(", ")})`);
-    check(data.every(Number.isFinite), `${name} holds NaN or infinity`);
+    const tensor = tensors.get(name);
+    check(tensor, `the tensor ${name} is missing`);
+    const shape = tensor.shape.join(", ");
+    check(shape === wanted.join(", "), `${name} has shape (${shape}); it must be (${wanted.join(", ")})`);
+    check(tensor.data.every(Number.isFinite), `${name} holds NaN or infinity`);
   }
-  const isTied = !head || head.data.every((x, i) => x === embedding.data[i]);
-  check(isTied, `${HEAD} differs from ${EMBEDDING}`);
+  const surplus = [...tensors.keys()].filter((name) => !expected.has(name)).sort();
+  check(!surplus.length, `${surplus.length} tensors are unexpected, the first is ${surplus[0]}`);
+  const { data } = tensors.get(EMBEDDING);
+  check(!head || head.data.every((x, i) => x === data[i]), `${HEAD} differs from ${EMBEDDING}`);
   tensors.delete(HEAD);
 }
 
 function checkCharacters(characters, vocabSize) {
   check(Array.isArray(characters), "meta.json must have a list 'characters'");
   characters.forEach((c, i) => {
-    const isOne = typeof c === "string" && [...c].length === 1;
-    check(isOne, `meta.json: token ${i} is ${JSON.stringify(c)}; it must be one character`);
+    is(`meta.json: token ${i}`, c, typeof c === "string" && [...c].length === 1, "one character");
     // The page counts the characters of a text in UTF-16 units.
     check(c.length === 1, `meta.json: token ${i} is ${c}; the page takes characters up to U+FFFF only`);
   });

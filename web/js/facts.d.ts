@@ -19,6 +19,10 @@ export const OFF: Record<string, number>;
 /** Names of part 4's steps in WGSL, and of those that a call uses, the fastest first. */
 export const STEPS: string[];
 export const FASTEST: string[];
+/** Keys of the decoder's tiles in WGSL, of which the largest that fits is taken. */
+export const TILES: number[];
+/** The largest of each size of a model. */
+export const SIZES: Record<string, number>;
 /** Constants of decoder.wgsl. */
 export const DECODER: Record<string, number>;
 /** The loop nests of the parts. */

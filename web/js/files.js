@@ -32,8 +32,11 @@ async function loaded(path) {
   const bytes = await answer.arrayBuffer(),
     [first, second] = new Uint8Array(bytes);
   if (first !== 0x1f || second !== 0x8b) return bytes; // it is not packed, or the server has unpacked it
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+  return passed(new Blob([bytes]), new DecompressionStream("gzip"));
 }
+
+/** @type {(content: Blob, through: any) => Promise<ArrayBuffer>} */
+export const passed = (content, through) => new Response(content.stream().pipeThrough(through)).arrayBuffer();
 
 const chosen = new URLSearchParams(location.hash.split("?")[1]); // its fields may not be there yet
 const row = (table, name, usual) => table[Object.hasOwn(table, chosen.get(name)) ? chosen.get(name) : usual];

@@ -1,10 +1,10 @@
 // @ts-check
 // The decoder on a GPU, generation/csrc/webgpu/decoder.wgsl, whose header describes the buffers.
-import { DECODER } from "./facts.js";
+import { EMBEDDING, PLACES, shapes } from "./checkpoint.js";
+import { DECODER, TILES } from "./facts.js";
 import { Unfit } from "./gpu.js";
 
 const { INVOCATIONS, FIRST, PROMPT, TEXT } = DECODER;
-const TILES = [256, 128, 64, 32, 16]; // keys of attention's, the largest that fits
 const DISPATCH_MS = 30; // no watchdog ends it
 
 const quads = (numbers) => Math.ceil(numbers / 4);
@@ -44,55 +44,41 @@ export class GpuModel {
   cached(capacity) { return 16 * this.config.n_layer * this.A * capacity; }
 }
 
-// The weights in the decoder's order. bf16 rounds the head: files hold it in float32, as the tokens' table.
-async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tensors, precision) {
-  const d = C / n_head,
-    W = quads(C),
+// The weights in the decoder's order, matrices as (in, out), each row and vector in whole quads. bf16 rounds the head:
+// files hold it in float32, as the tokens' table.
+async function packed(config, tensors, precision) {
+  const { n_head, n_embd: C, vocab_size: V } = config,
+    d = C / n_head,
     D = 4 * quads(d),
-    A = (n_head * D) / 4,
-    parts = [],
-    data = (name) => tensors.get(name).data,
+    A = n_head * D,
     straight = (i) => i,
     byHead = (i) => Math.floor(i / d) * D + (i % d), // each head begins a quad
-    qkv = (i) => Math.floor(i / C) * 4 * A + byHead(i % C);
-  // rows x columns numbers value(r, c) in K x N, each at its row and column there
-  /** @type {(K: number, N: number, rows: number, columns: number, value: (r: number, c: number) => number, at?: any[]) => void} */
-  const place = (K, N, rows, columns, value, [row, column] = [straight, straight]) => {
+    qkv = (i) => Math.floor(i / C) * A + byHead(i % C),
+    whole = (numbers) => [4 * quads(numbers), straight],
+    parts = [];
+  // rows x columns numbers value(r, c), each at its place in K x N
+  /** @type {(rows: number, columns: number, value: (r: number, c: number) => number, inRows: any[], inColumns: any[]) => void} */
+  const place = (rows, columns, value, [K, row], [N, column]) => {
     const made = new Float32Array(K * N);
     for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) made[row(r) * N + column(c)] = value(r, c);
     parts.push(made);
   };
-  const table = (name, columns, N, column = straight) => {
-    const w = data(name),
-      rows = w.length / columns;
-    place(rows, 4 * N, rows, columns, (r, c) => w[r * columns + c], [straight, column]);
+  const table = (name) => {
+    const { shape: [rows, columns], data } = tensors.get(name);
+    place(rows, columns, (r, c) => data[r * columns + c], [rows, straight], whole(columns));
   };
-  /** @type {(name: string, rows: any[], columns: any[]) => void} each the count, the quads and the places */
-  const matrix = (name, [inputs, K, row], [outputs, N, column]) => {
-    const w = data(`${name}.weight`);
-    place(4 * K, 4 * N, inputs, outputs, (r, c) => w[c * inputs + r], [row, column]);
-    if (bias) table(`${name}.bias`, outputs, N, column);
-  };
-  const norm = (name) => {
-    for (const kind of bias ? ["weight", "bias"] : ["weight"]) table(`${name}.${kind}`, C, W);
-  };
-  const width = [C, W, straight],
-    hidden = [4 * C, C, straight];
-  table("transformer.wte.weight", C, W);
-  for (let l = 0; l < n_layer; l++) {
-    const block = `transformer.h.${l}`;
-    norm(`${block}.ln_1`);
-    matrix(`${block}.attn.c_attn`, width, [3 * C, 3 * A, qkv]);
-    matrix(`${block}.attn.c_proj`, [C, A, byHead], width);
-    norm(`${block}.ln_2`);
-    matrix(`${block}.mlp.c_fc`, width, hidden);
-    matrix(`${block}.mlp.c_proj`, hidden, width);
+  table(EMBEDDING);
+  for (const [name, [outputs, inputs = 1]] of shapes(config)) {
+    const { data } = tensors.get(name),
+      places = name.includes("c_attn") ? [3 * A, qkv] : whole(outputs),
+      rows = name.includes("attn.c_proj") ? [A, byHead] : whole(inputs);
+    if (![EMBEDDING, PLACES].includes(name))
+      place(inputs, outputs, (r, c) => data[c * inputs + r], inputs === 1 ? [1, straight] : rows, places);
   }
-  norm("transformer.ln_f");
-  const wte = data("transformer.wte.weight"),
+  const { data } = tensors.get(EMBEDDING),
     round = precision === "bf16" ? rounded : straight;
-  place(4 * W, 4 * quads(V), C, V, (r, c) => round(wte[c * C + r]));
-  table("transformer.wpe.weight", C, W);
+  place(C, V, (r, c) => round(data[c * C + r]), whole(C), whole(V));
+  table(PLACES);
   return new Float32Array(await new Blob(parts).arrayBuffer());
 }
 

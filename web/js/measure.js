@@ -2,6 +2,7 @@
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
 import { $, brief, bytes, make, number, on, say, tableRow } from "./dom.js";
 import { PARTS, STEPS, TILE } from "./facts.js";
+import { Plot } from "./plot.js";
 import { streams, traffic } from "./traffic.js";
 
 const N = 1024,
@@ -10,7 +11,7 @@ const N = 1024,
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
-const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [62, 624, 30, 352, 400]; // of the picture
+const EDGES = { left: 62, right: 624, top: 30, bottom: 352 };
 const NEAR = 1.4; // bandwidths within this factor share a name
 
 export class MeasureView {
@@ -76,56 +77,39 @@ export class MeasureView {
 
   // Logarithmic axes: FLOP/byte, FLOP/s.
   draw(peak, bandwidths, points) {
-    const picture = $("roofline"),
-      most = 10 ** Math.ceil(Math.log10(peak * 1.05)),
+    const most = 10 ** Math.ceil(Math.log10(peak * 1.05)),
       least = most / 1e3,
-      [from, to] = [1 / 64, 256];
-    picture.replaceChildren();
-    const add = (tag, attributes, text = "") => {
-      const element = document.createElementNS(picture.namespaceURI, tag);
-      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-      element.append(text);
-      picture.append(element);
-    };
-    const label = (text, x, y, anchor = "start", more = {}) =>
-      add("text", { x, y, "text-anchor": anchor, ...more }, text);
-    const grid = (x1, x2, y1, y2) => add("line", { class: "grid", x1, x2, y1, y2 });
-    const wide = (RIGHT - LEFT) / Math.log(to / from),
-      tall = (BOTTOM - TOP) / Math.log(most / least);
-    const x = (i) => LEFT + wide * Math.log(Math.min(to, Math.max(from, i)) / from),
-      y = (f) => BOTTOM - tall * Math.log(Math.max(f, least) / least);
-    for (let f = least; f <= most * 1.01; f *= 10) {
-      grid(LEFT, RIGHT, y(f), y(f));
-      label(f >= 9e8 ? `${Math.round(f / 1e9)} G` : `${Math.round(f / 1e6)} M`, LEFT - 8, y(f) + 4, "end");
-    }
-    for (let i = from; i <= to; i *= 4) {
-      grid(x(i), x(i), TOP, BOTTOM);
-      label(i < 1 ? `1/${1 / i}` : i, x(i), BOTTOM + 20, "middle");
-    }
-    label("operations per byte that comes into L1", (LEFT + RIGHT) / 2, HEIGHT - 8, "middle");
-    label("operations a second", 0, 14);
-    const turn = (Math.atan2(tall, wide) * 180) / Math.PI; // degrees
+      [from, to] = [1 / 64, 256],
+      plot = new Plot("roofline", EDGES, [from, to].map(Math.log), [least, most].map(Math.log)),
+      x = (i) => plot.x(Math.log(Math.min(to, Math.max(from, i)))),
+      y = (f) => plot.y(Math.log(Math.max(f, least)));
+    for (let f = least; f <= most * 1.01; f *= 10)
+      plot.markY(Math.log(f), f >= 9e8 ? `${Math.round(f / 1e9)} G` : `${Math.round(f / 1e6)} M`);
+    for (let i = from; i <= to; i *= 4) plot.markX(Math.log(i), i < 1 ? `1/${1 / i}` : i);
+    plot.text("operations per byte that comes into L1", (EDGES.left + EDGES.right) / 2, 392, "middle");
+    plot.text("operations a second", 0, 14);
+    const turn = (Math.atan2(plot.tall, plot.wide) * 180) / Math.PI; // degrees
     let named = Infinity; // the last bandwidth with a name
     bandwidths.forEach((bandwidth, n) => {
       const ridge = Math.min(to, peak / bandwidth),
         start = Math.max(from, least / bandwidth),
         [x0, y0] = [x(start), y(start * bandwidth)];
       if (ridge <= from) return;
-      add("path", { class: "slope", d: `M${x0} ${y0}L${x(ridge)} ${y(ridge * bandwidth)}` });
+      plot.line("slope", [start, ridge].map((i) => [i, i * bandwidth].map(Math.log)));
       if (bandwidth > named / NEAR) return;
       named = bandwidth;
       const same = BUFFERS.filter((_, i) => i >= n && bandwidths[i] > bandwidth / NEAR).map(bytes);
-      label(same.join(", "), x0 + 14, y0 - 6, "start", { transform: `rotate(${-turn} ${x0} ${y0})` });
+      plot.text(same.join(", "), x0 + 14, y0 - 6, "start", { transform: `rotate(${-turn} ${x0} ${y0})` });
     });
     const widest = Math.max(...bandwidths);
-    if (bandwidths.length) add("path", { class: "roof", d: `M${x(peak / widest)} ${y(peak)}H${RIGHT}` });
+    plot.line("roof", [peak / widest, to].map((i) => [i, peak].map(Math.log)));
     // A name is right of its point, or left if another point is there.
     const near = (a, b) => a !== b && x(b.intensity) - x(a.intensity) < 70 && x(b.intensity) >= x(a.intensity);
     for (const point of points.filter(({ moved }) => moved)) {
       const [cx, cy] = [x(point.intensity), y(point.speed)];
-      const isLeft = cx > RIGHT - 60 || points.some((p) => near(point, p) && Math.abs(y(p.speed) - cy) < 16);
-      add("circle", { cx, cy, r: 5 });
-      label(point.part, cx + (isLeft ? -10 : 10), cy + 4, isLeft ? "end" : "start", { class: "name" });
+      const isLeft = cx > EDGES.right - 60 || points.some((p) => near(point, p) && Math.abs(y(p.speed) - cy) < 16);
+      plot.add("circle", { cx, cy, r: 5 });
+      plot.text(point.part, cx + (isLeft ? -10 : 10), cy + 4, isLeft ? "end" : "start", { class: "name" });
     }
   }
 }

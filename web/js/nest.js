@@ -38,10 +38,9 @@ export class Nest {
   left = 0; // keys before its own that a query sees
   steps = 0;
   count = 0; // of frames
-  /** @type {typeof MOST} */ most;
 
-  constructor(script, { N, d, Br, Bc, rows: R, left = N }, most = MOST) {
-    Object.assign(this, { N, d, left, most, steps: 0, count: 0, scope: {}, isTurned: false });
+  constructor(script, { N, d, Br, Bc, rows: R, left = N }) {
+    Object.assign(this, { N, d, left, scope: {}, isTurned: false });
     this.matrices = Object.fromEntries(["Q", "K", "V", "O"].map((name) => [name, [N, d]]));
     this.names = new Map(Object.entries({ N, d, Br, Bc, R, Q: "Q", K: "K", V: "V", O: "O" })); // a text: a matrix
     this.given = new Set(this.names.keys());
@@ -69,8 +68,8 @@ export class Nest {
   }
 
   spend(steps) {
-    if ((this.steps += steps) > this.most.steps)
-      fail(this.at, `a nest of at most ${this.most.steps.toLocaleString("en")} steps was expected, and this one goes on`);
+    this.steps += steps;
+    if (this.steps > MOST.steps) fail(this.at, "a nest of at most 1,000,000 steps was expected, and this one goes on");
   }
 
   get(name) { return this.names.get(name) ?? fail(this.at, `a known name was expected, not “${name}”`); }
@@ -82,8 +81,8 @@ export class Nest {
 
   scratch(name, rows, columns) {
     if (this.hasBegun) fail(this.at, "matrix() was expected above all loops and frames");
-    const isFine = rows > 0 && columns > 0 && rows * columns <= this.most.floats;
-    if (!isFine) fail(this.at, `at most ${this.most.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
+    const isFine = rows > 0 && columns > 0 && rows * columns <= MOST.floats;
+    if (!isFine) fail(this.at, `at most ${MOST.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
     this.name(name, name);
     this.given.add(name);
     this.matrices[name] = [rows, columns];
@@ -149,8 +148,9 @@ export class Nest {
   // Ends the frame and begins another one.
   *begin(title, { at, comment: text }) {
     if (this.frame) yield this.frame;
-    if (++this.count > this.most.frames)
-      fail(at, `at most ${this.most.frames.toLocaleString("en")} frames were expected; a line “frame NAME” makes one of all that follows it`);
+    this.count++;
+    if (this.count > MOST.frames)
+      fail(at, "at most 5,000 frames were expected; a line “frame NAME” makes one of all that follows it");
     const { query, key } = this.scope,
       where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean),
       name = title || "Frame",

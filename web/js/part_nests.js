@@ -4,8 +4,6 @@
 import { NESTS } from "./facts.js";
 import { Nest } from "./nest.js";
 
-const UNLIMITED = { steps: Infinity, frames: Infinity, floats: Infinity };
-
 const SOFTMAX = [
   "The row is read for its largest score, again for the exponentials and their sum, and again to divide. The matrix was just written; if it does not fit the cache, it comes back from memory.",
   "const float log_sum = softmax_row(S + i * Nk",
@@ -85,7 +83,7 @@ const FORMULA =
 // A part's nest with texts; part 4's frames have tile: [i0, i1, j], queries and m's last tile of keys, or -1.
 export class PartNest extends Nest {
   constructor(part, sizes) {
-    super(NESTS[part] ?? NESTS.part1, sizes, UNLIMITED);
+    super(NESTS[part] ?? NESTS.part1, sizes);
     this.part = part;
   }
 

@@ -86,9 +86,6 @@ export class Session {
     return {};
   }
 
-  // Destroys the GPU's device, as a reset of its driver does.
-  loseGpu() { this.gpu?.gpu.device.destroy(); }
-
   // Begins texts of the same prompt and settings on the GPU, after openGpu(). {why} if it does not take them.
   async beginWall({ ids, seeds, sampling, capacity }) {
     for (const decoder of this.wall ?? []) decoder.close();

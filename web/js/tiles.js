@@ -238,7 +238,7 @@ export class TilesView extends Reading {
     const history = online(this.results.S, i, this.sizes);
     const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
     say("row-out", `query ${i + 1}`);
-    drawRow($("ml"), history, now);
+    drawRow("ml", history, now);
     if (now < 0) return say("ml-text", "m = −∞, l = 0: this query has not begun.");
     const { m, l, correction } = history[now];
     const moved = correction < 1 ? `m moved, so O is multiplied by ${correction.toFixed(4)}` : "m did not move";

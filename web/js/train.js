@@ -1,10 +1,11 @@
 // @ts-check
 // The view Train: a worker learns the reader's text, with a plot of the losses and samples.
-import { $, bytes, number, on, onSubmit, say } from "./dom.js";
+import { $, bytes, make, number, on, onSubmit, say } from "./dom.js";
 import { Engine } from "./engine.js";
 import { SHORTEST } from "./facts.js";
 import { text as fileText } from "./files.js";
 import { module } from "./models.js";
+import { Plot } from "./plot.js";
 import { zipped } from "./zip.js";
 
 const MOST = 5_000_000; // characters, and bytes of a file
@@ -12,7 +13,7 @@ const HEAD = 32; // width of a head
 const BATCH = 1024; // characters of a training step
 const CHUNK_MS = 400; // of training between two pictures
 const NAME = "trained"; // of the folder in the .zip
-const [LEFT, RIGHT, TOP, BOTTOM] = [44, 630, 12, 266]; // of the plot
+const EDGES = { left: 44, right: 630, top: 12, bottom: 266 };
 
 export class TrainView {
   constructor(page) {
@@ -32,10 +33,8 @@ export class TrainView {
     });
     on("train", "change", () => this.show());
     on("train-use", "click", () => this.use());
-    on("train-save", "click", () => {
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(zipped(NAME, this.files));
-      link.download = `${NAME}.zip`;
+    on("train-save", "click", async () => {
+      const link = make("a", { href: URL.createObjectURL(await zipped(NAME, this.files)), download: `${NAME}.zip` });
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
     });
@@ -150,27 +149,15 @@ export class TrainView {
 
   /** @param {number} steps at the right edge  @param {number[][]} held points of the other line */
   plot(steps, held) {
-    const picture = $("losses"),
-      values = [...this.points, ...held].map(([, value]) => value),
-      [least, most] = [Math.floor(2 * Math.min(...values)) / 2, Math.ceil(2 * Math.max(...values)) / 2],
-      x = (step) => LEFT + ((RIGHT - LEFT) * step) / Math.max(1, steps),
-      y = (value) => BOTTOM - ((BOTTOM - TOP) * (value - least)) / Math.max(0.5, most - least);
-    const add = (tag, attributes, text = "") => {
-      const element = document.createElementNS(picture.namespaceURI, tag);
-      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-      element.append(text);
-      picture.append(element);
-    };
-    const line = (of) => of.map(([step, value]) => `${x(step)},${y(value)}`).join(" ");
-    picture.replaceChildren();
-    for (let value = least; value <= most; value += 0.5) {
-      add("line", { class: "grid", x1: LEFT, x2: RIGHT, y1: y(value), y2: y(value) });
-      add("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(1));
-    }
-    add("text", { x: RIGHT, y: BOTTOM + 22, "text-anchor": "end" }, `${number(steps)} training steps`);
-    add("polyline", { class: "training", points: line(this.points) });
-    add("polyline", { class: "held", points: line(held) });
-    for (const [step, value] of held) add("circle", { cx: x(step), cy: y(value), r: 3.5 });
+    const values = [...this.points, ...held].map(([, value]) => value),
+      least = Math.floor(2 * Math.min(...values)) / 2,
+      most = Math.max(least + 0.5, Math.ceil(2 * Math.max(...values)) / 2),
+      plot = new Plot("losses", EDGES, [0, Math.max(1, steps)], [least, most]);
+    for (let value = least; value <= most; value += 0.5) plot.markY(value, value.toFixed(1));
+    plot.text(`${number(steps)} training steps`, EDGES.right, EDGES.bottom + 22, "end");
+    plot.line("training", this.points);
+    plot.line("held", held);
+    for (const [step, value] of held) plot.add("circle", { cx: plot.x(step), cy: plot.y(value), r: 3.5 });
   }
 }
 

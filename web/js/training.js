@@ -1,7 +1,7 @@
 // @ts-check
 // A run of training in the worker: what training/run.py, schedule.py and material.py do on the command line, around the
 // same training step. It uses no DOM, so it runs in node.
-import { expectedTensors } from "./checkpoint.js";
+import { shapes } from "./checkpoint.js";
 import * as facts from "./facts.js";
 import { Kernels, Refused } from "./kernels.js";
 import { writeSafetensors } from "./safetensors.js";
@@ -28,11 +28,10 @@ export function windows(ids, T, limit) {
   });
 }
 
-/** The progress of a run: by training steps, or by time if the recipe has minutes. */
+/** The progress of a run. By time the number of training steps is estimated again after each. */
 class Schedule {
   done = 0;
   seconds = 0; // of work: a pause takes none
-  stepSeconds = 0;
   finishing = 0; // seconds of the work after the last training step
   evaluating = 0; // seconds of all evaluations
 
@@ -42,46 +41,32 @@ class Schedule {
     this.wait = this.next = Math.min(this.budget / facts.EVALUATIONS, facts.LONGEST_WAIT);
   }
 
-  begin() { this.lap = performance.now(); }
-
-  /** Counts the time since the last call of this or of begin(); returns it. */
-  count() {
-    const before = this.lap;
-    this.begin();
-    const seconds = (this.lap - before) / 1e3;
+  /** What work() gives, and the seconds that it took, which count. */
+  async counted(work) {
+    const start = performance.now(),
+      result = await work(),
+      seconds = (performance.now() - start) / 1e3;
     this.seconds += seconds;
-    return seconds;
+    return [result, seconds];
   }
 
-  stepped() {
-    const seconds = this.count();
-    this.done++;
-    this.stepSeconds += (this.stepSeconds ? 0.1 : 1) * (seconds - this.stepSeconds);
-  }
-
-  evaluated() {
-    const seconds = this.count();
+  evaluated(seconds) {
     this.evaluating += seconds;
     this.next = Math.max(this.seconds + this.wait, (this.evaluating + seconds) / EVALUATING);
-    return seconds;
   }
 
-  get trainingSeconds() { return Math.max(0.5 * this.budget, this.budget - this.finishing); }
-
-  get progress() {
-    return this.budget ? Math.min(1, this.seconds / this.trainingSeconds) : this.done / this.recipe.steps;
+  /** All training steps; before the first one of a run by time nobody knows. */
+  get steps() {
+    if (!this.budget) return this.recipe.steps;
+    const training = Math.max(0.5 * this.budget, this.budget - this.finishing); // seconds
+    return this.done ? Math.round((this.done * training) / this.seconds) : Infinity;
   }
 
   /** The next training step's share of the peak learning rates; the recipe's decay is linear. */
   get rate() {
-    const { warmup, steps } = this.recipe;
-    if (this.budget) {
-      const warm = Math.max((this.done + 1) / Math.max(1, warmup), this.progress / 0.1);
-      return Math.min(1, warm) * (1 - this.progress);
-    }
-    const short = Math.min(warmup, Math.max(1, Math.floor(steps / 10)));
-    if (this.done < short) return (this.done + 1) / short;
-    return 1 - Math.min(1, (this.done - short) / Math.max(1, steps - short));
+    const { done, steps } = this,
+      warmup = Math.min(this.recipe.warmup, Math.max(1, Math.floor(steps / 10)));
+    return done < warmup ? (done + 1) / warmup : 1 - (done - warmup) / Math.max(1, steps - warmup);
   }
 
   get isDue() {
@@ -89,15 +74,9 @@ class Schedule {
     return this.done % this.recipe.eval_every === 0 || this.isEnd;
   }
 
-  get isEnd() {
-    if (!this.budget) return this.done >= this.recipe.steps;
-    return this.done > 0 && this.seconds + 0.5 * this.stepSeconds >= this.trainingSeconds;
-  }
+  get isEnd() { return this.done >= this.steps; }
 
-  get left() {
-    if (this.budget) return Math.max(0, this.budget - this.seconds);
-    return (this.seconds / Math.max(1, this.done)) * (this.recipe.steps - this.done);
-  }
+  get left() { return ((this.steps - this.done) * this.seconds) / Math.max(1, this.done) + this.finishing; }
 }
 
 export class Training {
@@ -119,27 +98,27 @@ export class Training {
     const cut = Math.floor(0.9 * text.length),
       block_size = Math.min(wanted.block_size, Math.floor((text.length - cut) / 4 / 8) * 8),
       recipe = { ...wanted, block_size, batch_chars: Math.min(wanted.batch_chars, cut) },
-      { n_layer, n_head, n_embd, seed } = recipe,
-      batch = Math.max(1, Math.floor(recipe.batch_chars / block_size));
+      { n_layer, n_head, n_embd, seed } = recipe;
     this.characters = [...new Set(text)].sort();
     const known = new Map(this.characters.map((c, i) => [c.charCodeAt(0), i])),
       ids = Uint16Array.from({ length: text.length }, (_, i) => known.get(text.charCodeAt(i)) ?? 0),
-      heldOut = ids.subarray(cut),
-      end = heldOut.length - Math.floor(recipe.test_share * text.length),
-      [validation, test] = [heldOut.subarray(0, end), heldOut.subarray(end)],
+      end = ids.length - Math.floor(recipe.test_share * text.length),
+      validation = ids.subarray(cut, end),
       vocab_size = this.characters.length;
     this.kernels = kernels;
     this.recipe = recipe;
-    this.batch = batch;
+    this.batch = Math.max(1, Math.floor(recipe.batch_chars / block_size));
     this.ids = ids.subarray(0, cut);
     this.config = { block_size, vocab_size, n_layer, n_head, n_embd, dropout: 0, bias: false };
-    this.watched = windows(validation, block_size, facts.MOST_WATCHED);
-    this.validation = windows(validation, block_size, facts.MOST_EVALUATED);
-    this.test = windows(test, block_size, facts.MOST_EVALUATED);
+    this.held = {
+      watched: windows(validation, block_size, facts.MOST_WATCHED),
+      validation: windows(validation, block_size, facts.MOST_EVALUATED),
+      test: windows(ids.subarray(end), block_size, facts.MOST_EVALUATED),
+    };
     this.schedule = new Schedule(recipe);
     this.record = { characters: text.length, recipe, device: "a browser", curve: [] };
     const settings = Float64Array.from(Object.values(facts.OPTIMIZER).flat()),
-      sizes = [batch, block_size, vocab_size, n_embd, n_head, n_layer, ...facts.TILE];
+      sizes = [this.batch, block_size, vocab_size, n_embd, n_head, n_layer, ...facts.TILE];
     this.at = kernels.call("open_training", ...sizes, BigInt(seed), settings);
     this.place = kernels.call("training_place", this.at);
   }
@@ -150,75 +129,77 @@ export class Training {
       { done } = schedule,
       until = performance.now() + ms;
     let sum = 0;
-    schedule.begin();
     while (!stops && !schedule.isEnd && performance.now() < until) {
-      sum += this.step();
-      if (schedule.isDue) this.evaluate();
+      sum += await this.step();
+      if (schedule.isDue) await this.evaluate();
     }
     const isEnd = stops || schedule.isEnd;
-    if (isEnd) this.end();
-    const isSampled = isEnd || schedule.seconds >= this.sampledAt + SAMPLE.every;
-    const sample = isSampled ? await this.sample() : undefined;
+    if (isEnd) await this.end();
+    const isSampled = isEnd || schedule.seconds >= this.sampledAt + SAMPLE.every,
+      sample = isSampled ? await this.sample() : undefined;
     return { ...this.state(), loss: sum / (schedule.done - done), isEnd, sample };
   }
 
   state() {
-    const { done, seconds, left, progress } = this.schedule,
+    const { done, seconds, left, steps } = this.schedule,
       { curve, val_loss, test_loss } = this.record;
     return {
       ...{ done, seconds, left, curve, val_loss, test_loss, characters: this.characters },
-      steps: progress ? Math.max(done, Math.round(done / progress)) : this.recipe.steps,
-      speed: (done * this.batch * this.config.block_size) / Math.max(seconds, 1e-9),
-      memory: this.kernels.c.memory.buffer.byteLength,
+      ...{ steps: done && steps, speed: this.speed, memory: this.kernels.c.memory.buffer.byteLength },
     };
   }
 
+  /** Characters per second of the whole time. */
+  get speed() {
+    const { done, seconds } = this.schedule;
+    return (done * this.batch * this.config.block_size) / Math.max(seconds, 1e-9);
+  }
+
   /** Returns the loss before the step. */
-  step() {
-    const { recipe, ids, schedule, config } = this,
-      { block_size: T } = config,
-      tokens = new Int32Array(this.batch * (T + 1)),
+  async step() {
+    const { recipe, ids, schedule, batch } = this,
+      { block_size: T } = this.config,
+      tokens = new Int32Array(batch * (T + 1)),
       placeOf = (i) => (this.place + facts.GOLDEN * i) % 1,
       { average, covered } = recipe,
       decay = Math.min(average, 1 - 1 / Math.max(1, covered * schedule.done));
-    for (let i = 0; i < this.batch; i++) {
+    for (let i = 0; i < batch; i++) {
       const start = Math.floor(placeOf(i) * (ids.length - T));
       tokens.set(ids.subarray(start, start + T + 1), i * (T + 1));
     }
-    this.place = placeOf(this.batch);
+    this.place = placeOf(batch);
     const rates = [Math.fround(schedule.rate), Math.fround(decay)],
-      loss = this.kernels.call("training_step", this.at, tokens, ...rates);
+      [loss, seconds] = await schedule.counted(() => this.kernels.call("training_step", this.at, tokens, ...rates));
     if (!Number.isFinite(loss)) throw new Refused("the training loss became infinite: the training diverged");
     this.losses[0] += loss;
     this.losses[1]++;
-    schedule.stepped();
-    if (this.evaluatedAt < 0) this.reserve(schedule.stepSeconds / 2 / (this.batch * T));
+    schedule.done++;
+    if (this.evaluatedAt < 0) this.reserve(seconds / 2 / (batch * T));
     return loss;
   }
 
-  /** The mean loss of the averages on windows, of which only the last may be shorter. */
+  /** The mean loss of the averages on windows, of which only the last may be shorter, and the seconds that it took. */
   lossOn(held) {
-    let [sum, predicted] = [0, 0];
-    for (let i = 0; i < held.length; i += this.batch) {
-      const some = held.slice(i, i + this.batch),
-        tokens = Int32Array.from(some.flatMap((ids) => [...ids])),
-        rows = tokens.length - some.length;
-      sum += this.kernels.call("training_loss", this.at, tokens, tokens.length, rows);
-      predicted += rows;
-    }
-    return sum / predicted;
+    return this.schedule.counted(() => {
+      let sum = 0;
+      for (let i = 0; i < held.length; i += this.batch) {
+        const some = held.slice(i, i + this.batch),
+          tokens = Int32Array.from(some.flatMap((ids) => [...ids]));
+        sum += this.kernels.call("training_loss", this.at, tokens, tokens.length, tokens.length - some.length);
+      }
+      return sum / (characters(held) - held.length);
+    });
   }
 
   /** Adds a row to the curve, once for each training step, and keeps the averages if they are the best. */
-  evaluate() {
-    const { schedule, record } = this,
-      { done } = schedule;
-    if (this.evaluatedAt === done) return;
-    schedule.count();
-    const loss = this.lossOn(this.watched),
-      seconds = schedule.evaluated(),
+  async evaluate() {
+    const { schedule, record, held } = this,
+      { done } = schedule,
       [sum, count] = this.losses;
-    this.reserve(seconds / characters(this.watched));
+    if (this.evaluatedAt === done) return;
+    const [loss, seconds] = await this.lossOn(held.watched);
+    schedule.evaluated(seconds);
+    this.reserve(seconds / characters(held.watched));
     record.curve.push([done, count ? rounded(sum / count) : null, rounded(loss)]);
     this.losses = [0, 0];
     this.evaluatedAt = done;
@@ -229,21 +210,18 @@ export class Training {
 
   /** Tells the schedule how long the end of the run will take. */
   reserve(perCharacter) {
-    const parts = [this.watched, this.validation, this.test];
-    this.schedule.finishing = facts.MARGIN * perCharacter * parts.reduce((sum, part) => sum + characters(part), 0) + 0.1;
+    this.schedule.finishing = facts.MARGIN * perCharacter * characters(Object.values(this.held).flat()) + 0.1;
   }
 
   /** Measures the best weights on all held-out text. */
-  end() {
-    const { schedule, record } = this;
-    this.evaluate();
+  async end() {
+    const { schedule, record, held } = this;
+    await this.evaluate();
     this.averages().set(this.best.floats);
-    record.val_loss = this.lossOn(this.validation);
-    record.test_loss = this.lossOn(this.test);
-    schedule.count();
-    const { done, seconds } = schedule,
-      speed = Math.round((done * this.batch * this.config.block_size) / seconds);
-    Object.assign(record, { steps: done, seconds: Number(seconds.toFixed(1)), characters_per_second: speed });
+    [record.val_loss] = await this.lossOn(held.validation);
+    [record.test_loss] = await this.lossOn(held.test);
+    const { done, seconds } = schedule;
+    Object.assign(record, { steps: done, seconds: Number(seconds.toFixed(1)), characters_per_second: Math.round(this.speed) });
   }
 
   averages() {
@@ -256,9 +234,9 @@ export class Training {
     const floats = this.averages().slice();
     let end = 0;
     const tensors = new Map();
-    for (const [name, shape] of expectedTensors({ ...this.config, window: null })) {
+    for (const [name, shape] of shapes({ ...this.config, window: null })) {
       const begin = end;
-      end += [...shape].reduce((product, n) => product * Number(n), 1);
+      end += shape.reduce((product, n) => product * n, 1);
       tensors.set(name, { shape, data: floats.subarray(begin, end) });
     }
     return tensors;
@@ -266,6 +244,12 @@ export class Training {
 
   /** A text by the averages, always from the same random numbers. */
   async sample() {
+    const [text] = await this.schedule.counted(() => this.written());
+    this.sampledAt = this.schedule.seconds;
+    return text;
+  }
+
+  async written() {
     const { kernels, config, characters } = this,
       { block_size: capacity, vocab_size } = config,
       checkpoint = kernels.openCheckpoint({ config, tensors: this.tensors() }),
@@ -280,14 +264,12 @@ export class Training {
     }
     kernels.call("close_decoder", at);
     kernels.call("close_checkpoint", checkpoint);
-    this.schedule.count();
-    this.sampledAt = this.schedule.seconds;
     return text;
   }
 
-  /** The files of a checkpoint, by name, each a Uint8Array. After the end. */
+  /** The files of a checkpoint, by name, each a Blob. After the end. */
   files() {
-    const json = (value) => new TextEncoder().encode(`${JSON.stringify(value)}\n`);
+    const json = (value) => new Blob([`${JSON.stringify(value)}\n`]);
     return {
       "model.safetensors": writeSafetensors(this.tensors()),
       "config.json": json(this.config),
