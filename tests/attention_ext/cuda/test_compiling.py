@@ -183,6 +183,15 @@ def test_every_kernel_gets_its_arguments():
     assert int(said.split()[0]) > 1000
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("extension")
+def test_calls_without_pytorch_have_the_same_arguments():
+    if torch.cuda.is_available():
+        pytest.skip("a driver is here, which the stand-in cannot replace")
+    said = printed(sys.executable, ROOT / "tests" / "calls_process.py", PYTHONPATH=str(ROOT))
+    assert int(said.split()[0]) > 300
+
+
 def test_a_handle_of_memory_reaches_another_process_whole(nvrtc, monkeypatch):
     bound = driver.bindings()
     handle = bytes(range(1, bound.CU_IPC_HANDLE_SIZE + 1))
