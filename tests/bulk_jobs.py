@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 from shakespeare.generation.many import bulk, workers
@@ -41,6 +42,11 @@ class Here:
 
 def here(*faults):
     return lambda order, shards: [Here(order, faults)]
+
+
+def asking(settings, **changes):
+    """The settings with another request."""
+    return replace(settings, request=replace(settings.request, **changes))
 
 
 def run(job, directory, open_workers=None, **more) -> dict:

@@ -1,9 +1,8 @@
 """bulk: very many texts in files, over processes, GPUs or a cluster."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, progress
 from shakespeare.attention_ext import PARTS, processor
 from shakespeare.generation.many import GPU_WORKERS, SHARD_SECONDS, SHARD_SIZE
+from shakespeare.generation.sampling import RANDOM
 
 if TYPE_CHECKING:
     from shakespeare.generation.many.bulk import Progress
@@ -79,26 +79,21 @@ def bulk(chosen: BulkOptions) -> bool:
     bytes of a file are the same for any number of workers, kills and restarts. Ctrl-C stops; the same
     command continues. The exit code is 1 if files were left out because they failed repeatedly.
     """
-    cuda = chosen.device == "cuda"
-    out = chosen.out
     options.check()
-    if not cuda:
-        options.refuse(("gpus",), "goes with --device cuda only")
-    if chosen.prompts is not None:
-        options.refuse(("texts", "prompt", "prompt_file"), "does not go with --prompts")
-    elif chosen.texts is None:
+    options.refuse_combinations(not_with={"prompts": ("texts", "prompt", "prompt_file")})
+    if chosen.texts is None and chosen.prompts is None:
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
     from shakespeare.generation.many import bulk as writing_many
     from shakespeare.generation.many import cluster, workers
 
-    job = job_of(chosen, chosen.shard_size or (GPU_SHARD_SIZE if cuda else SHARD_SIZE))
+    out = chosen.out
+    job = job_of(chosen)
+    numbers = chosen.workers, chosen.gpus
     if chosen.ray is None:
-        gpus = workers.visible_gpus(chosen.gpus) if cuda else []
-        count = chosen.workers or GPU_WORKERS * len(gpus) or processor.cores()
-        place: AbstractContextManager = nullcontext(partial(workers.processes, count, gpus))
+        place: AbstractContextManager = nullcontext(workers.here(chosen.device, *numbers))
     else:
-        place = cluster.connected(chosen.ray, chosen.device, chosen.workers, chosen.gpus)
+        place = cluster.connected(chosen.ray, chosen.device, *numbers)
 
     def show(state: "Progress") -> None:
         update(completed=state.texts, total=state.total, description=described(state))
@@ -112,49 +107,47 @@ def bulk(chosen: BulkOptions) -> bool:
     except OSError as error:
         reason = f"{error.filename or out}: {error.strerror or error}"
         raise click.ClickException(f"{reason}; the same command goes on") from None
-    shards = manifest.shards.values()
-    texts, tokens = (sum(shard[name] for shard in shards) for name in ("texts", "tokens"))
-    rejected = sum(len(shard["rejected"]) for shard in shards)
-    left_out = len(manifest.content["failed"])
-    counts = [f"{out}: {texts:,} texts, {tokens:,} tokens in {len(shards):,} files"]
+    texts, tokens, rejected = manifest.totals()
+    line = f"{out}: {texts:,} texts, {tokens:,} tokens in {len(manifest.shards):,} files"
     if rejected:
-        counts.append(f"{rejected} lines were rejected")
-    if left_out:
-        counts.append(f"{left_out} files were left out")
-    notice("; ".join(counts))
-    return not left_out
+        line += f"; {rejected} lines were rejected"
+    if not manifest.complete:
+        line += f"; {len(manifest.content['failed'])} files were left out"
+    notice(line)
+    return manifest.complete
 
 
-def job_of(chosen: BulkOptions, shard_size: int) -> "Job":
+def job_of(chosen: BulkOptions) -> "Job":
     """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
+    from shakespeare.attention_ext import default_tile
+    from shakespeare.generation.engines.engine import EngineOptions
     from shakespeare.generation.many import shards
     from shakespeare.generation.many.jobs import Job, Prompts
+    from shakespeare.generation.texts import capacity_for
     from shakespeare.model import load
 
+    on_gpus = chosen.device == "cuda"
+    shard_size = chosen.shard_size or (GPU_SHARD_SIZE if on_gpus else SHARD_SIZE)
     if chosen.format == "parquet":
         shards.check_parquet()
     checkpoint = load(chosen.model)
-    prompts = Prompts(chosen.prompts, shard_size) if chosen.prompts else None
-    prompt = None
-    if prompts is None:
-        prompt = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
-        options.encoded(checkpoint.tokenizer, prompt)
-    options.warn_of_stops(checkpoint.tokenizer, chosen.stop)
-    length = chosen.max_new_tokens
-    settings = options.made(
-        shards.Settings,
-        chosen,
-        prompt=prompt,
-        max_new_tokens=checkpoint.config.block_size if length is None else length,
-        fingerprint=shards.fingerprint(checkpoint),
-        use_cache=not chosen.no_kv_cache,
-    )
-    shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
-    texts = prompts.lines if prompts else chosen.texts or 0
-    # Ray's driver may have no GPU, so its nodes resolve for theirs, which are alike.
-    on_nodes = chosen.ray is not None and chosen.device == "cuda"
-    resolved = {} if on_nodes else shards.resolved(settings, checkpoint, shard_size)
-    return Job(settings, texts, shard_size, prompts, resolved)
+    prompt: str | Prompts = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
+    request = options.first_request(chosen, checkpoint, prompt)
+    texts = chosen.texts or 0
+    capacity: int | None = capacity_for(checkpoint, request)
+    if chosen.prompts:
+        prompt = Prompts(chosen.prompts, shard_size)
+        texts = prompt.lines
+        capacity = None
+    br = bc = None
+    if PARTS[chosen.part].tiled and not on_gpus:
+        br, bc = default_tile.DEFAULT  # tuned tiles differ between machines, and with them the last bits
+    engine = EngineOptions.from_names(vars(chosen), threads=1, capacity=capacity, br=br, bc=bc)
+    settings = shards.Settings(chosen.model, shards.fingerprint(checkpoint), engine, request, chosen.format)
+    job = Job(settings, texts, shard_size, prompt, drawn=chosen.seed == RANDOM)
+    if not (chosen.ray and on_gpus):  # Ray's driver may have no GPU
+        shards.Scribe(replace(settings, model=checkpoint), shard_size)  # compiles what workers load
+    return job
 
 
 def described(state: "Progress") -> str:

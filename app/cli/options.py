@@ -24,6 +24,8 @@ from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, SETTINGS, Samp
 from shakespeare.lab import result_files
 
 if TYPE_CHECKING:
+    from shakespeare.generation.request import Request
+    from shakespeare.model.checkpoint import Checkpoint
     from shakespeare.model.tokenizer import Tokenizer
 
 ESCAPE = re.compile(r"\\[nrt]")
@@ -327,7 +329,7 @@ kernel = option("--kernel", KERNEL, type=Kernel(list(KERNELS)))
 with_backward = option("--kernel", KERNEL, type=Kernel(list(EVERY)))
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("br", "bc", "threads", "simds", "cachegrind", "tune", "budget", "show")
-CUDA_ONLY = ("arch", "cuda_queries", "l2s")
+CUDA_ONLY = ("arch", "cuda_queries", "gpus", "l2s")
 
 
 @dataclass(frozen=True)
@@ -532,6 +534,21 @@ def warn_of_stops(tokenizer: "Tokenizer", stops: Iterable[str]) -> None:
         except ValueError as error:
             hint = SHELL if ESCAPE.search(stop) else ""
             notice(f"{program()}: warning: --stop {one_line(stop)} ends no text: {error}{hint}")
+
+
+def first_request(chosen: TextOptions, checkpoint: "Checkpoint", prompt: str) -> "Request":
+    """The first text's request. Warns of stops as warn_of_stops(), raises ValueError as encoded()."""
+    from shakespeare.generation.request import Request
+
+    warn_of_stops(checkpoint.tokenizer, chosen.stop)
+    length = chosen.max_new_tokens
+    return made(
+        Request,
+        chosen,
+        ids=tuple(encoded(checkpoint.tokenizer, prompt)),
+        use_cache=not chosen.no_kv_cache,
+        max_new_tokens=checkpoint.config.block_size if length is None else length,
+    )
 
 
 def read_corpus(file: Path | None) -> str:

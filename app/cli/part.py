@@ -158,7 +158,6 @@ class Session:
     """
 
     def __init__(self, chosen: InferenceOptions, engine: "EngineOptions") -> None:
-        from shakespeare.generation.request import Request
         from shakespeare.model import load
 
         self.chosen = chosen
@@ -168,15 +167,7 @@ class Session:
         prompt = options.read_prompt(chosen.prompt, chosen.prompt_file)
         self.shown_prompt = tokenizer.normal(prompt or "")
         self.prompt = self.shown_prompt or "\n"
-        options.warn_of_stops(tokenizer, chosen.stop)
-        length = chosen.max_new_tokens
-        self.request = options.made(  # the first sample's
-            Request,
-            chosen,
-            ids=options.encoded(tokenizer, self.prompt),
-            use_cache=not chosen.no_kv_cache,
-            max_new_tokens=self.checkpoint.config.block_size if length is None else length,
-        )
+        self.request = options.first_request(chosen, self.checkpoint, self.prompt)
         if self.request.seed + chosen.num_samples - 1 > options.LARGEST_SEED:
             raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
 

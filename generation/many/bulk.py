@@ -1,28 +1,27 @@
 """Many texts in files: shards over workers, a manifest, and a job that can be killed and run again.
 
-A shard is (first index, count). A worker writes its file, which gets its name when it is complete; then the
-driver lists it in the manifest. Shards that are not listed are written again, with the same bytes.
+A worker writes a shard's file, which gets its name when it is complete; then the driver lists it in the
+manifest. Shards that are not listed are written again, with the same bytes.
 """
 
-import contextlib
+import asyncio
 import logging
 import re
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from shakespeare.generation.many import SHARD_SECONDS
-from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Manifest, file_of, seed_for
+from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Manifest
 from shakespeare.generation.many.shards import Task
 from shakespeare.generation.many.stores import open_store
 from shakespeare.generation.many.workers import Order, Worker
-from shakespeare.generation.sampling import RANDOM
 from shakespeare.model.files import UNFINISHED
 
 ATTEMPTS = 3  # attempts at a shard before the job leaves it out
-TICK = 1.0  # seconds between two looks at the workers' time
+TICK = 1.0  # seconds between two looks at whether the manifest has changed
 LEFT = re.compile(rf"(texts-.*|{MANIFEST})\.[0-9a-f]{{8}}{UNFINISHED}")
 log = logging.getLogger(__name__)
 
@@ -52,107 +51,120 @@ def run(
     timeout: float = SHARD_SECONDS,
     verify: bool = False,
 ) -> Manifest:
-    """Write the missing shards of a job; return its manifest. 'complete' there says whether all are written.
+    """Write the missing shards of a job; return its manifest, whose `complete` says whether all are written.
 
-    A job's seed of -1 becomes a random one, which the manifest records. What the user should know is logged.
-    out: a folder's name, or a URL of fsspec. open_workers: makes workers for an order, at most one for each
-    of this number of shards. timeout: seconds that a worker may take for a shard. verify: hash the files that
-    are listed. After any end only complete files have their names, and another call continues. Raises
-    BulkError, ValueError if another process writes there, and OSError if the files cannot be written.
+    What the user should know is logged. out: a folder's name, or a URL of fsspec. open_workers: makes workers
+    for an order, at most one for each of this number of shards. timeout: seconds that a worker may take to
+    start, and for a shard. verify: hash the files that are listed. After any end only complete files have
+    their names, and another call continues. Raises BulkError, ValueError if another process writes there, and
+    OSError if the files cannot be written.
     """
     store = open_store(out)
     with store.locked():
-        if job.settings.seed == RANDOM:
-            job = replace(job, settings=replace(job.settings, seed=seed_for(store)))
-        manifest = Manifest(store, out, job)
-        bad = manifest.check_files(verify)
-        if bad:
-            log.warning(
-                f"{len(bad)} files are missing or changed, the first is {bad[0]}; they are written again"
+        manifest = Manifest(store, out, job, verify)
+        if manifest.changed:
+            which = (
+                f"{len(manifest.changed)} files are missing or changed, the first is {manifest.changed[0]}"
             )
-        settings = replace(job.settings, **manifest.content["resolved"])
-        missing = deque(task for task in job.tasks() if file_of(task, settings) not in manifest.shards)
-        manifest.content["complete"] = not missing
+            log.warning(f"{which}; they are written again")
         manifest.save()
+        missing = [task for name, task in job.tasks.items() if name not in manifest.shards]
         if missing:
-            workers = open_workers(Order(settings, min(job.shard_size, job.texts), out), len(missing))
+            order = Order(manifest.settings, min(job.shard_size, job.texts), out)
+            workers = open_workers(order, len(missing))
             try:
-                _write_all(job, manifest, missing, workers, progress, timeout)
-            except BaseException:
-                with contextlib.suppress(OSError):  # the disk may be full; that error is being raised already
-                    manifest.save()
-                raise
+                asyncio.run(_write_all(manifest, missing, workers, progress, timeout))
             finally:
                 for worker in workers:
                     worker.end()
-            manifest.content["complete"] = not manifest.content["failed"]
-            manifest.save()
+                manifest.save()
         for name in filter(LEFT.fullmatch, store.files()):  # of killed processes
             store.remove(name)
         return manifest
 
 
-def _write_all(
-    job: Job,
+async def _write_all(
     manifest: Manifest,
-    missing: deque[Task],
+    missing: list[Task],
     workers: list[Worker],
     progress: Callable[[Progress], object],
     timeout: float,
 ) -> None:
-    """Let the workers write the missing shards. Record each shard and each lost worker."""
-    state = Progress(job.texts, manifest.texts)
+    """Let the workers write the missing shards. Record each shard and each failure."""
+    job = manifest.job
+    state = Progress(job.texts, job.texts - sum(task.count for task in missing))
     attempts: Counter[str] = Counter()
     in_a_row = 0
-    turns: dict[Future, tuple[Worker, Task | None, float]] = {}
+    queue: asyncio.Queue[Task] = asyncio.Queue()
+    for task in missing:
+        queue.put_nowait(task)
 
-    def start(worker: Worker, task: Task | None) -> None:
-        turns[worker.start(task and job.with_lines(task))] = worker, task, time.monotonic()
-
-    for worker in workers:
-        start(worker, None)
-    idle: list[Worker] = []
-    progress(state)
-    while missing or any(task for _, task, _ in turns.values()):
-        for future in wait(turns, TICK, FIRST_COMPLETED).done:
-            worker, task, began = turns.pop(future)
-            death = future.exception()
-            outcome = death or future.result()
-            if isinstance(outcome, OSError):  # of the disk or the store: the others would fail too
-                raise outcome
-            if task and isinstance(outcome, dict):
-                in_a_row = 0
-                manifest.add(file_of(task, job.settings), outcome)
-                state.texts += outcome["count"]
-                state.tokens += outcome["tokens"]
-                state.devices[outcome["device"]] += outcome["count"]
-            elif outcome:
+    async def serve(worker: Worker) -> None:
+        nonlocal in_a_row
+        begun = False
+        while True:
+            task = await queue.get() if begun else None
+            given = task if task is None or isinstance(job.prompt, str) else job.prompt.of(task)
+            try:
+                record = await _turn(worker, given, timeout)
+            except OSError:  # of the disk or the store: the others would fail too
+                raise
+            except Exception as error:
+                begun = False
                 in_a_row += 1
-                reason = f"{type(outcome).__name__}: {outcome}".partition("\n")[0]
+                name = "" if isinstance(error, BulkError) else f"{type(error).__name__}: "
+                reason = f"{name}{error}".partition("\n")[0]
                 if task:
-                    name = file_of(task, job.settings)
-                    attempts[name] += 1
-                    if death and time.monotonic() - began > timeout:
-                        reason = f"a worker took more than {timeout:g} s for {name} and was killed"
-                        log.warning(reason)
-                    if death:
-                        state.lost += 1
-                        manifest.content["workers_lost"].append({"shard": name, "reason": reason})
-                    if attempts[name] < ATTEMPTS:
-                        missing.append(task)
+                    state.lost += 1
+                    manifest.content["workers_lost"].append({"shard": task.name, "reason": reason})
+                    attempts[task.name] += 1
+                    if attempts[task.name] < ATTEMPTS:
+                        queue.put_nowait(task)
                     else:
-                        manifest.content["failed"][name] = {"attempts": ATTEMPTS, "error": reason}
-                        log.warning(f"{name} was left out after {ATTEMPTS} attempts: {reason}")
+                        manifest.content["failed"][task.name] = {"attempts": ATTEMPTS, "error": reason}
+                        log.warning(f"{task.name} was left out after {ATTEMPTS} attempts: {reason}")
                 if in_a_row >= ATTEMPTS + 2 * len(workers):
-                    raise BulkError(f"no worker wrote anything in {in_a_row} attempts: {reason}")
-            if death or outcome and not task:
-                start(worker, None)
+                    raise BulkError(f"no worker wrote anything in {in_a_row} attempts: {reason}") from None
             else:
-                idle.append(worker)
+                begun = True
+                if task:
+                    in_a_row = 0
+                    manifest.add(task.name, record)
+                    state.texts += task.count
+                    state.tokens += record["tokens"]
+                    state.devices[record["device"]] += task.count
+            if task:
+                queue.task_done()
             progress(state)
-        while missing and idle:
-            start(idle.pop(), missing.popleft())
-        for worker, task, began in turns.values():
-            if task and time.monotonic() - began > timeout:
-                worker.end()
-        manifest.save(lazily=True)
+
+    async def save() -> None:
+        while True:
+            start = time.monotonic()
+            manifest.save()
+            await asyncio.sleep(TICK + 20 * (time.monotonic() - start))  # a large one takes seconds
+
+    progress(state)
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(each) for each in (save(), *map(serve, workers))]
+            await queue.join()
+            for each in running:
+                each.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _turn(worker: Worker, task: Task | None, timeout: float) -> Any:
+    """What work() gives in a worker. Raises its error, or that of the worker's death."""
+    try:
+        async with asyncio.timeout(timeout):
+            outcome = await asyncio.wrap_future(worker.start(task))
+    except TimeoutError:
+        worker.end()
+        what = task.name if task else "its start"
+        reason = f"a worker took more than {timeout:g} s for {what} and was killed"
+        log.warning(reason)
+        raise BulkError(reason) from None
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

@@ -60,7 +60,7 @@ def connected(
         import ray
     except ImportError:
         raise BulkError("--ray needs Ray; install it (pip install -e '.[cluster]')") from None
-    passed = {name: os.environ[name] for name in (prebuilt.COMPILE,) if name in os.environ}
+    passed = {prebuilt.COMPILE: os.environ.get(prebuilt.COMPILE, "0")}
     brought = {"py_modules": [shakespeare], "excludes": ["*.safetensors"], "env_vars": passed}
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -1,30 +1,24 @@
 """A request for many texts, its shards, and the manifest: the record of those that are complete."""
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext.checks import set_whole, whole_number
-from shakespeare.attention_ext.parts import one_of
-from shakespeare.generation.engines.engine import EngineOptions
-from shakespeare.generation.engines.table import ENGINES
+from shakespeare.attention_ext.checks import set_whole, type_text
 from shakespeare.generation.many import SHARD_SIZE
 from shakespeare.generation.many.shards import Settings, Task
 from shakespeare.generation.many.stores import Store
-from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, drawn_seed
+from shakespeare.generation.sampling import LARGEST_SEED
 from shakespeare.model import corpus
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-VERSION = 2  # of the manifest's format
-RESOLVED = {"engine", "simd", "br", "bc"}  # what shards.resolved() may choose
+VERSION = 3  # of the manifest's format
 
 
 class BulkError(ValueError):
@@ -35,42 +29,47 @@ class BulkError(ValueError):
 class Job:
     """A request for many texts. texts: their number, or the number of lines of a prompts file.
 
-    resolved: what shards.resolved() chose in the directory's first run. Raises BulkError for a wrong request.
+    drawn: whether the seed is a random one, in whose place a job that goes on takes the recorded one. Raises
+    BulkError for a wrong request.
     """
 
     settings: Settings
     texts: int
     shard_size: int = SHARD_SIZE
-    prompts: "Prompts | None" = None
-    resolved: dict[str, Any] = field(default_factory=dict)
+    prompt: "str | Prompts" = "\n"
+    drawn: bool = False
 
     def __post_init__(self) -> None:
         set_whole(self, "texts", "shard_size")
         for name, number in (("texts", self.texts), ("shard_size", self.shard_size)):
             if number < 1:
                 raise BulkError(f"{name} is {number}; it must be at least 1")
-        if self.settings.seed + self.texts - 1 > LARGEST_SEED:
-            raise BulkError(f"seed is {self.settings.seed}; the last text's must be less than 2**63")
+        seed = self.settings.request.seed
+        if seed + self.texts - 1 > LARGEST_SEED:
+            raise BulkError(f"seed is {seed}; the last text's must be less than 2**63")
 
     def request(self) -> dict[str, Any]:
         """All that decides the bytes of the files, as JSON. The model's name is not part of it."""
         decides = {
-            **asdict(self.settings),
+            **asdict(self.settings.engine),
+            **asdict(self.settings.request),
+            "fingerprint": self.settings.fingerprint,
+            "format": self.settings.format,
             "texts": self.texts,
             "shard_size": self.shard_size,
-            "prompts_sha256": self.prompts.sha256 if self.prompts else None,
+            "prompt": self.prompt if isinstance(self.prompt, str) else self.prompt.sha256,
         }
-        del decides["model"]
+        del decides["ids"]  # the prompt's
         return json.loads(json.dumps(decides))
 
-    def tasks(self) -> Iterator[Task]:
-        """All shards, without their lines."""
+    @cached_property
+    def tasks(self) -> dict[str, Task]:
+        """All shards, without their lines, by their files' names."""
+        tasks = {}
         for first in range(0, self.texts, self.shard_size):
-            yield Task(first, min(self.shard_size, self.texts - first))
-
-    def with_lines(self, task: Task) -> Task:
-        """The task with its lines of the prompts file, if there is one."""
-        return replace(task, lines=self.prompts.read(task.first, task.count)) if self.prompts else task
+            name = f"texts-{first:012d}.{self.settings.format}"
+            tasks[name] = Task(name, first, min(self.shard_size, self.texts - first))
+        return tasks
 
 
 class Prompts:
@@ -82,181 +81,142 @@ class Prompts:
     def __init__(self, path: Path, shard_size: int) -> None:
         self.path = path
         self.lines = 0
-        self._begins: list[int] = []
-        self._size = shard_size
+        self._begins = {0: 0}  # a shard's first line, and where it begins in the file
         digest = hashlib.sha256()
-        at = 0
         with open(path, "rb") as file:
             self._before = os.fstat(file.fileno())
             for line in file:
-                if not at and line.startswith(corpus.UTF_16):
+                if self.lines == 0 and line.startswith(corpus.UTF_16):
                     corpus.decode(line, str(path))  # which refuses it
-                if self.lines % shard_size == 0:
-                    self._begins.append(at)
                 digest.update(line)
-                at += len(line)
                 self.lines += 1
+                if self.lines % shard_size == 0:
+                    self._begins[self.lines] = file.tell()
         self.sha256 = digest.hexdigest()
 
-    def read(self, first: int, count: int) -> list[bytes]:
-        """`count` lines from line `first`, the first of a shard."""
+    def of(self, task: Task) -> Task:
+        """A task with its lines."""
         with open(self.path, "rb") as file:
-            file.seek(self._begins[first // self._size])
-            lines = [file.readline() for _ in range(count)]
+            file.seek(self._begins[task.first])
+            lines = [file.readline() for _ in range(task.count)]
             now = os.fstat(file.fileno())
         if (now.st_ino, now.st_mtime_ns) != (self._before.st_ino, self._before.st_mtime_ns):
             raise BulkError(
                 f"{self.path} was changed while the job ran; its texts are those of the file before"
             )
-        return lines
+        return replace(task, lines=lines)
 
 
 class Manifest:
-    """A job's record in its store, replaced as a whole. Raises BulkError for another's or if damaged."""
+    """A job's record in its store, replaced as a whole. settings: the job's, with the recorded seed.
 
-    content: dict[str, Any]
+    Shards whose file is missing or was changed are removed from the record; `changed` has their names. A file
+    is read if its stamp is another one than when it was written, or to verify it. Raises BulkError for
+    another job's or if it is damaged.
+    """
 
-    def __init__(self, store: Store, out: str, job: Job) -> None:
+    def __init__(self, store: Store, out: str, job: Job, verify: bool = False) -> None:
         self.store = store
-        self._saved_at = 0.0
-        self._save_seconds = 0.0
-        path = f"{out}/{MANIFEST}"
-        other = "choose another directory"
+        self.job = job
+        self._saved = b""
         request = job.request()
-        found = store.files()
-        if MANIFEST not in found:
-            if any(name.startswith("texts-") for name in found):
-                raise BulkError(f"{out} has texts, but no {MANIFEST}; {other}")
-            self.content = {
-                "version": VERSION,
-                "model": job.settings.model,
-                "request": request,
-                "resolved": job.resolved,
-                "complete": False,
-                "machines": {},
-                "workers_lost": [],
-                "failed": {},
-                "shards": {},
-            }
-            return
+        self.content: dict[str, Any] = {
+            "version": VERSION,
+            "model": job.settings.model,
+            "request": request,
+            "machines": [],
+            "workers_lost": [],
+            "failed": {},
+            "shards": {},
+        }
+        files = store.files()
+        other = "choose another directory"
+        if MANIFEST not in files and any(name.startswith("texts-") for name in files):
+            raise BulkError(f"{out} has texts, but no {MANIFEST}; {other}")
         try:
-            self.content = read(store)
+            if MANIFEST in files:
+                self._read()
             recorded = {**self.content["request"]}
-            version = self.content["version"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise BulkError(f"{path} is not a manifest; remove it, or {other}") from None
+            if job.drawn:
+                request["seed"] = recorded["seed"]
+            names = [name for name in recorded | request if recorded.get(name) != request.get(name)]
+            if names:
+                raise BulkError(f"{out} holds texts of another request ({', '.join(names)}); {other}")
+            first = replace(job.settings.request, seed=request["seed"])
+            self.settings = replace(job.settings, request=first)
+            self.changed = self._check_files(files, verify)
+            self.totals()
+        except BulkError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise BulkError(f"{out}/{MANIFEST} is damaged ({error}); remove it, or {other}") from None
+
+    def _read(self) -> None:
+        """Take the content of the file. Raises an error unless it has the form that save() writes."""
+        with self.store.open(MANIFEST) as file:
+            found = json.load(file)
+        version = found["version"]
         if version != VERSION:
-            raise BulkError(f"{path} has version {version}; this program writes {VERSION}")
-        names = [name for name in recorded | request if recorded.get(name) != request.get(name)]
-        if names:
-            raise BulkError(f"{out} holds texts of another request ({', '.join(names)}); {other}")
-        try:
-            self._check(job)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BulkError(f"{path} was changed ({error}); remove it, or {other}") from None
+            raise BulkError(f"{MANIFEST} has version {version}; this program writes {VERSION}")
+        for name, empty in self.content.items():
+            if type(found[name]) is not type(empty):
+                raise TypeError(f"{name} is {type_text(found[name])}")
+        self.content = found
 
-    def _check(self, job: Job) -> None:
-        """Raise an error for what no run of the job records; the directory may come from someone else."""
-        content = self.content
-        resolved = content["resolved"]
-        unknown = resolved.keys() - RESOLVED
+    def _check_files(self, files: dict[str, list], verify: bool) -> list[str]:
+        """Remove shards of missing and changed files; return their names."""
+        unknown = self.shards.keys() - self.job.tasks.keys()
         if unknown:
-            raise ValueError(f"resolved has {min(unknown)!r:.100}")
-        EngineOptions.from_names(asdict(job.settings) | resolved)
-        one_of("engine", resolved.get("engine", "native"), ENGINES)
-        tasks = {file_of(task, job.settings): task for task in job.tasks()}
-        for name, shard in self.shards.items():
-            if name not in tasks:
-                raise ValueError(f"the job has no file {name!r:.100}")
-            numbers = [
-                whole_number(number, shard[number]) for number in ("first", "count", "texts", "tokens")
-            ]
-            if numbers[:2] != [tasks[name].first, tasks[name].count]:
-                raise ValueError(f"{name} holds other texts")
-            len(shard["rejected"]), shard["sha256"], shard["stamp"]
-        mix_of(content["machines"].values())
-        [*content["workers_lost"]], {**content["failed"]}
-
-    @property
-    def shards(self) -> dict[str, dict]:
-        """The complete shards, by the file's name."""
-        return self.content["shards"]
-
-    @property
-    def texts(self) -> int:
-        """Texts of the complete shards; rejected and empty lines count too."""
-        return sum(shard["count"] for shard in self.shards.values())
-
-    def check_files(self, verify: bool) -> list[str]:
-        """Remove shards whose file is missing or changed from the record; return their names.
-
-        A file is read if its stamp is another one than when it was written, or to verify it.
-        """
-        found = self.store.files()
-        bad = []
-        for name, shard in self.shards.items():
-            stamp = found.get(name)
+            raise ValueError(f"the job has no file {min(unknown)!r:.100}")
+        changed = []
+        for name, shard in list(self.shards.items()):
+            stamp = files.get(name)
             if stamp and (verify or stamp != shard["stamp"]):
                 with self.store.open(name) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                         stamp = None
-            if stamp is None:
-                bad.append(name)
             shard["stamp"] = stamp
-        for name in bad:
-            del self.shards[name]
-        return bad
+            if stamp is None:
+                changed.append(name)
+                del self.shards[name]
+        return changed
+
+    @property
+    def shards(self) -> dict[str, dict[str, Any]]:
+        """The complete shards, by the file's name."""
+        return self.content["shards"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all shards are."""
+        return len(self.shards) == len(self.job.tasks)
+
+    def totals(self) -> tuple[int, int, int]:
+        """The texts, the tokens and the rejected lines of the complete shards."""
+        shards = self.shards.values()
+        rejected = sum(len(shard["rejected"]) for shard in shards)
+        return sum(shard["texts"] for shard in shards), sum(shard["tokens"] for shard in shards), rejected
 
     def add(self, name: str, shard: dict[str, Any]) -> None:
         """Record a shard that a worker wrote. A mix of machines is logged, and each rejected line."""
-        key = hash_of(shard["machine"])[:16]
+        machine = shard["machine"]
         machines = self.content["machines"]
-        differs = bool(machines) and key not in machines
-        machines[key] = shard["machine"]
-        if differs:
-            log.warning(mix_of(machines.values()))
+        if machine not in machines:
+            machines.append(machine)
+            if len(machines) > 1:
+                which = f"{machine['processor']} ({machine['instructions']})"
+                unlike = f"{which}, others from unlike processors or versions, see {MANIFEST}"
+                log.warning(f"warning: {name} comes from {unlike}: another run may give other bytes")
         for rejected in shard["rejected"]:
             log.warning(f"line {rejected['line']}: {rejected['error']}")
         self.content["failed"].pop(name, None)
-        self.shards[name] = shard | {"machine": key}
+        self.shards[name] = shard | {"machine": machines.index(machine)}
 
-    def save(self, lazily: bool = False) -> None:
-        """Replace the file. lazily: skip it if writing would take most of the time."""
-        start = time.monotonic()
-        if lazily and start - self._saved_at < 20 * self._save_seconds:
-            return
+    def save(self) -> None:
+        """Replace the file, if anything has changed."""
+        self.content["complete"] = self.complete
         self.content["shards"] = dict(sorted(self.shards.items()))
-        self.store.write(MANIFEST, (json.dumps(self.content, indent=1) + "\n").encode())
-        self._saved_at = time.monotonic()
-        self._save_seconds = self._saved_at - start
-
-
-def read(store: Store) -> Any:
-    """The content of a store's manifest. Raises FileNotFoundError, or ValueError if it is no JSON."""
-    with store.open(MANIFEST) as file:
-        return json.load(file)
-
-
-def seed_for(store: Store) -> int:
-    """The seed that a store's manifest records, else a random one."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return whole_number("seed", read(store)["request"]["seed"])
-    return drawn_seed(RANDOM)
-
-
-def hash_of(content: dict) -> str:
-    """The SHA-256 of JSON with sorted names."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def file_of(task: Task, settings: Settings) -> str:
-    """The name of a shard's file."""
-    return f"texts-{task.first:012d}.{settings.format}"
-
-
-def mix_of(machines) -> str:
-    """The line that reports shards of unlike machines."""
-    names = sorted({f"{machine['processor']} ({machine['instructions']})" for machine in machines})
-    alike = len({machine.get("features") for machine in machines}) == 1
-    what = "unlike versions" if alike else "processors with different instruction sets"
-    return f"warning: shards come from {what} ({'; '.join(names)}): another run may give other bytes"
+        data = (json.dumps(self.content, indent=1) + "\n").encode()
+        if data != self._saved:
+            self.store.write(MANIFEST, data)
+            self._saved = data

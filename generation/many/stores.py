@@ -72,54 +72,54 @@ class Remote:
     def __init__(self, url: str) -> None:
         try:
             import fsspec
+            from fsspec.implementations.dirfs import DirFileSystem
         except ImportError:
             raise OSError("a URL needs fsspec; install it (pip install -e '.[cluster]')") from None
-        self._system, self._root = fsspec.url_to_fs(url)
+        system, root = fsspec.url_to_fs(url)
+        self._folder = DirFileSystem(root, system)
         # fsspec's own mv() copies: such a store cannot rename, and shows an object when it has all of it.
-        self._renames = type(self._system).mv is not fsspec.AbstractFileSystem.mv
+        self._renames = type(system).mv is not fsspec.AbstractFileSystem.mv
 
     @contextlib.contextmanager
     def locked(self):
         """Make the folder, where a store has any."""
         if self._renames:
-            self._system.makedirs(self._root, exist_ok=True)
+            self._folder.makedirs("", exist_ok=True)
         yield
 
     @_errors_as_of_a_disk()
     def files(self) -> dict[str, Stamp]:
         """As Folder.files()."""
-        self._system.invalidate_cache()
+        self._folder.invalidate_cache()
         try:
-            found = self._system.ls(self._root, detail=True)
+            return {file["name"]: _stamp_of(file) for file in self._folder.ls("")}
         except FileNotFoundError:  # an empty folder of a store without folders
             return {}
-        return {file["name"].rpartition("/")[2]: self._stamp(file) for file in found}
 
     @_errors_as_of_a_disk()
     def open(self, name: str) -> Any:
         """As Folder.open()."""
-        return self._system.open(f"{self._root}/{name}")
+        return self._folder.open(name)
 
     @_errors_as_of_a_disk()
     def write(self, name: str, data: bytes) -> Stamp:
         """As Folder.write()."""
-        path = f"{self._root}/{name}"
-        unfinished = path
         if self._renames:
-            unfinished = f"{path}.{secrets.token_hex(4)}{UNFINISHED}"
-        self._system.pipe_file(unfinished, data)
-        if self._renames:
-            self._system.mv(unfinished, path)
-        return self._stamp(self._system.info(path))
+            unfinished = f"{name}.{secrets.token_hex(4)}{UNFINISHED}"
+            self._folder.pipe_file(unfinished, data)
+            self._folder.mv(unfinished, name)
+        else:
+            self._folder.pipe_file(name, data)
+        return _stamp_of(self._folder.info(name))
 
     @_errors_as_of_a_disk()
     def remove(self, name: str) -> None:
         """As Folder.remove()."""
-        self._system.rm_file(f"{self._root}/{name}")
+        self._folder.rm_file(name)
 
-    @staticmethod
-    def _stamp(file: dict[str, Any]) -> Stamp:
-        return [file["size"], " ".join(str(file[name]) for name in VERSIONS if name in file)]
+
+def _stamp_of(file: dict[str, Any]) -> Stamp:
+    return [file["size"], " ".join(str(file[name]) for name in VERSIONS if name in file)]
 
 
 Store = Folder | Remote

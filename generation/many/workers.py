@@ -8,12 +8,15 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shakespeare.generation.many.jobs import MANIFEST, BulkError, file_of
+from shakespeare.attention_ext.processor import cores
+from shakespeare.generation.many import GPU_WORKERS
+from shakespeare.generation.many.jobs import MANIFEST, BulkError
 from shakespeare.generation.many.shards import Scribe, Settings, Task
 from shakespeare.generation.many.stores import open_store
 
@@ -44,6 +47,7 @@ class Worker(Protocol):
 @functools.cache
 def _scribe(order: Order) -> Scribe:
     """This process's. Raises BulkError if it does not see the driver's files."""
+    warnings.simplefilter("ignore")  # the driver has shown them
     gc.set_threshold(100_000)  # thousands of texts live at a time, and few objects are in cycles
     try:
         open_store(order.out).open(MANIFEST).close()
@@ -60,7 +64,7 @@ def work(order: Order, task: Task | None) -> dict[str, Any] | Exception | None:
         if task is None:
             return None
         data, record = scribe.write(task)
-        stamp = open_store(order.out).write(file_of(task, order.settings), data)
+        stamp = open_store(order.out).write(task.name, data)
         device = " GPU ".join([platform.node(), *filter(None, [os.environ.get(VISIBLE)])])
         return record | {"stamp": stamp, "device": device}
     except Exception as error:
@@ -73,29 +77,26 @@ class Process:
     def __init__(self, order: Order, gpu: str | None = None) -> None:
         self._order = order
         self._gpu = gpu
-        self.pool: ProcessPoolExecutor | None = None
+        self.pool = self._made()
+
+    def _made(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (self._gpu,))
 
     def start(self, task: Task | None) -> Future:
         """As Worker.start()."""
         if task is None:
-            spawn = multiprocessing.get_context("spawn")
-            self.pool = ProcessPoolExecutor(1, spawn, _begin, (self._gpu,))
+            self.pool = self._made()
         if sys.platform != "win32":  # Ctrl-C reaches all processes of a terminal; only the driver handles it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            assert self.pool  # its first task is None
             return self.pool.submit(work, self._order, task)
-        except BrokenExecutor as error:  # it died after its last task
-            dead: Future = Future()
-            dead.set_exception(error)
-            return dead
         finally:
             if sys.platform != "win32":
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def end(self) -> None:
         """As Worker.end()."""
-        for process in self.pool._processes.values() if self.pool else ():  # Python 3.14 has kill_workers()
+        for process in (self.pool._processes or {}).values():  # Python 3.14 has kill_workers()
             process.kill()
 
 
@@ -114,9 +115,18 @@ def _end_with_driver() -> None:
         os._exit(1)
 
 
-def processes(workers: int, gpus: Sequence[str], order: Order, shards: int) -> list[Worker]:
-    """Workers here, at most one for each shard, in turn on each of the GPUs, if there are any."""
-    return [Process(order, gpus[i % len(gpus)] if gpus else None) for i in range(min(workers, shards))]
+def here(device: str, workers: int | None, gpus: int | None) -> Callable[[Order, int], list[Worker]]:
+    """What makes workers on this machine: `workers`, else one a core, or GPU_WORKERS a GPU, in turn on each.
+
+    gpus: the most to use. Raises BulkError if there are fewer.
+    """
+    used = visible_gpus(gpus) if device == "cuda" else []
+    count = workers or GPU_WORKERS * len(used) or cores()
+
+    def made(order: Order, shards: int) -> list[Worker]:
+        return [Process(order, used[i % len(used)] if used else None) for i in range(min(count, shards))]
+
+    return made
 
 
 def visible_gpus(count: int | None) -> list[str]:

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 import tiny
-from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, run
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, asking, files, run
 from support import full
 
 from shakespeare import load
-from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext import PARTS, default_tile
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.generation.engines import cuda, layouts
+from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.many import shards
+from shakespeare.generation.many import shards, workers
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.shards import Settings
-from shakespeare.generation.many.workers import processes
+from shakespeare.generation.request import Request
 from shakespeare.model import checkpoint
 
 # Each engine, and each part in the native one. By default one kernel stands for all.
@@ -63,13 +64,16 @@ def model(tmp_path_factory, extension) -> Path:
 
 @pytest.fixture(scope="session")
 def settings(model) -> Settings:
-    print_of_it = shards.fingerprint(load(str(model)))
-    return Settings(str(model), print_of_it, max_new_tokens=TOKENS, seed=5)
+    checkpoint = load(str(model))
+    request = Request(tuple(checkpoint.tokenizer.encode("\n")), max_new_tokens=TOKENS, seed=5)
+    br, bc = default_tile.DEFAULT
+    engine = EngineOptions(threads=1, capacity=checkpoint.config.block_size, br=br, bc=bc)
+    return Settings(str(model), shards.fingerprint(checkpoint), engine, request)
 
 
 @pytest.fixture(scope="session")
-def job(settings, model) -> Job:
-    return Job(settings, TEXTS, SIZE, resolved=shards.resolved(settings, load(str(model)), SIZE))
+def job(settings) -> Job:
+    return Job(settings, TEXTS, SIZE)
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +86,7 @@ def expected(job, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def slow(job) -> Job:
-    return replace(job, settings=replace(job.settings, max_new_tokens=SLOW))
+    return replace(job, settings=asking(job.settings, max_new_tokens=SLOW))
 
 
 @pytest.fixture(scope="session")
@@ -95,11 +99,11 @@ def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def long(job) -> Job:
     """Some two seconds of two cores: twenty files."""
-    return replace(job, texts=80, settings=replace(job.settings, max_new_tokens=6000))
+    return replace(job, texts=80, settings=asking(job.settings, max_new_tokens=6000))
 
 
 @pytest.fixture(scope="session")
 def long_expected(long, tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("long")
-    run(long, directory, partial(processes, 2, ()))
+    run(long, directory, workers.here("cpu", 2, None))
     return files(directory)

@@ -12,6 +12,7 @@ import torch
 from support import full, naming
 
 from shakespeare import generate, load
+from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.shards import Settings
@@ -174,7 +175,8 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes, c
     assert seed >= 0 and generate(shakes, seed=seed) == drawn and len(drawn) == shakes.config.block_size
     request = Request([1], seed=np.int64(2), max_new_tokens=np.array(3), logprobs=torch.tensor(1))
     assert repr(request) == repr(Request([1], seed=2, max_new_tokens=3, logprobs=1))
-    settings = Settings("m", "", br=np.int64(8), seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
+    request = Request([1], seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
+    settings = Settings("m", "", EngineOptions(br=np.int64(8), bc=8), request)
     assert Job(settings, np.int64(3)).request()["seed"] == 1  # as JSON
     for wrong in (5, None, shakes.model):
         with naming(wrong), pytest.raises(TypeError, match="model is an? .*; it must be a name, a path or"):

@@ -12,21 +12,21 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import tiny
-from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Death, check, files, here, rows, run
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Death, asking, check, files, here, rows, run
 from support import ROOT
 
 from shakespeare import generate, load
 from shakespeare.attention_ext.cuda import driver
-from shakespeare.generation.many import shards, stores
+from shakespeare.generation.many import shards, stores, workers
 from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Prompts
 from shakespeare.generation.many.shards import Task
-from shakespeare.generation.many.workers import VISIBLE, Order, processes, visible_gpus
+from shakespeare.generation.many.workers import VISIBLE, Order, visible_gpus
+from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import save
 from shakespeare.model.files import UNFINISHED, locked
 
@@ -34,10 +34,10 @@ from shakespeare.model.files import UNFINISHED, locked
 def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
     """Text i has the seed plus i."""
     states = []
-    run(job, tmp_path, partial(processes, 2, ()), progress=lambda now: states.append(now.texts))
+    run(job, tmp_path, workers.here("cpu", 2, None), progress=lambda now: states.append(now.texts))
     manifest = check(tmp_path, expected)
     assert states[0] == 0 and states[-1] == TEXTS and manifest["workers_lost"] == []
-    (machine,) = manifest["machines"].values()
+    (machine,) = manifest["machines"]
     assert machine.keys() >= {"processor", "instructions", "features"} and "torch" not in machine
     usual = {"new_tokens": TOKENS, "finish_reason": "length"}
     for i in (0, 17, TEXTS - 1):
@@ -49,8 +49,9 @@ def test_texts_that_begin_and_end_together_are_the_same(settings, model):
     """Up to 16 tokens fit the window with a prompt of one token, 11 with one of six."""
     checkpoint = load(str(model))
     for prompt, tokens in itertools.product(("a", "abcdef"), (0, 1, 11, 12, 16, 17)):
-        scribe = shards.Scribe(replace(settings, prompt=prompt, max_new_tokens=tokens))
-        data, _ = scribe.write(Task(3, 5))
+        ids = checkpoint.tokenizer.encode(prompt)
+        scribe = shards.Scribe(asking(settings, ids=ids, max_new_tokens=tokens))
+        data, _ = scribe.write(Task("", 3, 5))
         for i, line in enumerate(data.decode().splitlines(), 3):
             text = generate(checkpoint, prompt, tokens, seed=5 + i)
             row = {"index": i, "seed": 5 + i, "text": text, "new_tokens": tokens, "finish_reason": "length"}
@@ -62,16 +63,16 @@ def test_an_eos_token_ends_texts(settings, model, tmp_path):
     save(tmp_path, tiny.gpt(eos_token_id=(3,)), tiny.VOCABULARY, {})
     ending = replace(settings, model=str(tmp_path), fingerprint=shards.fingerprint(load(tmp_path)))
     assert ending.fingerprint != settings.fingerprint
-    scribes = [shards.Scribe(replace(ending, max_new_tokens=12, ignore_eos=each)) for each in (True, False)]
+    scribes = [shards.Scribe(asking(ending, max_new_tokens=12, ignore_eos=each)) for each in (True, False)]
     lines = [json.dumps({"id": i, "prompt": ""}).encode() for i in range(9)]
-    for task in Task(0, 9), Task(0, 9, lines):
+    for task in Task("", 0, 9), Task("", 0, 9, lines):
         whole, cut = (map(json.loads, scribe.write(task)[0].splitlines()) for scribe in scribes)
         for text, line in zip(whole, cut, strict=True):
             assert line["text"] == text["text"].partition("b")[0] and line["new_tokens"] == len(line["text"])
             assert line["finish_reason"] == ("stop" if "b" in text["text"] else "length")
 
 
-def test_two_workers_share_each_of_the_visible_gpus(job, tmp_path, monkeypatch):
+def test_workers_share_each_of_the_visible_gpus(job, tmp_path, monkeypatch):
     """No GPU is needed to see which one a process would take."""
     monkeypatch.setattr(driver, "count", lambda: 3)
     assert visible_gpus(None) == ["0", "1", "2"] and visible_gpus(2) == ["0", "1"]
@@ -79,15 +80,9 @@ def test_two_workers_share_each_of_the_visible_gpus(job, tmp_path, monkeypatch):
     assert visible_gpus(2) == ["5", "GPU-7"]
     with pytest.raises(BulkError, match="--gpus is 4; this process may use 3"):
         visible_gpus(4)
-    workers = processes(4, visible_gpus(2), Order(job.settings, SIZE, str(tmp_path)), 9)
-    assert [worker._gpu for worker in workers] == ["5", "GPU-7", "5", "GPU-7"]
-    made = []
-
-    def opened(order, shards):
-        made.extend(processes(2, visible_gpus(2), order, shards))
-        return made
-
-    manifest = run(job, tmp_path, opened)
+    made = workers.here("cuda", 4, 2)(Order(job.settings, SIZE, str(tmp_path)), 9)
+    assert [worker._gpu for worker in made] == ["5", "GPU-7", "5", "GPU-7"]
+    manifest = run(job, tmp_path, workers.here("cuda", 2, 2))
     devices = {shard["device"].partition(" GPU ")[2] for shard in manifest["shards"].values()}
     assert devices == {"5", "GPU-7"} and manifest["complete"]
 
@@ -96,14 +91,11 @@ def test_two_workers_share_each_of_the_visible_gpus(job, tmp_path, monkeypatch):
 @pytest.mark.parametrize("stop", [(), ("a", "bc")])
 def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, model, tmp_path, stop):
     emulated(monkeypatch, 32, (2,))
-    checkpoint = load(str(model))
     for device, engine in (("cpu", "native"), ("cuda", "cuda")):
-        chosen = replace(settings, device=device, max_new_tokens=9, stop=stop)
-        job = Job(chosen, 11, 8, resolved=shards.resolved(chosen, checkpoint, 8))
-        assert job.resolved["engine"] == engine
-        manifest = run(job, tmp_path / device)
-        (machine,) = manifest["machines"].values()
-        assert manifest["request"]["device"] == machine["device"] == device
+        chosen = replace(settings, engine=replace(settings.engine, device=device))
+        manifest = run(Job(asking(chosen, max_new_tokens=9, stop=stop), 11, 8), tmp_path / device)
+        (machine,) = manifest["machines"]
+        assert manifest["request"]["device"] == machine["device"] == device and machine["engine"] == engine
         assert ("gpu" in machine) == (device == "cuda")
     assert rows(tmp_path / "cuda") == rows(tmp_path / "cpu")
 
@@ -164,11 +156,11 @@ def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cl
 def test_another_request_is_refused(job, settings, tmp_path):
     run(job, tmp_path)
     others = {
-        "seed": replace(job, settings=replace(settings, seed=6)),
+        "seed": replace(job, settings=asking(settings, seed=6)),
         "texts": replace(job, texts=TEXTS + 1),
         "shard_size": replace(job, shard_size=5),
         "fingerprint": replace(job, settings=replace(settings, fingerprint="0")),
-        "sampling": replace(job, settings=replace(settings, sampling=shards.Sampling(top_k=3))),
+        "sampling": replace(job, settings=asking(settings, sampling=Sampling(top_k=3))),
     }
     for name, other in others.items():
         with pytest.raises(BulkError, match=rf"holds texts of another request \({name}\)"):
@@ -177,12 +169,12 @@ def test_another_request_is_refused(job, settings, tmp_path):
 
 
 def test_a_random_seed_is_recorded_and_goes_on(job, settings, tmp_path):
-    drawn = replace(job, settings=replace(settings, seed=-1))
+    first, other = (replace(job, settings=asking(settings, seed=-1), drawn=True) for _ in range(2))
     with pytest.raises(KeyboardInterrupt):
-        run(drawn, tmp_path, here(None, KeyboardInterrupt()))
+        run(first, tmp_path, here(None, KeyboardInterrupt()))
     seed = json.loads((tmp_path / MANIFEST).read_text())["request"]["seed"]
-    assert seed >= 0 and run(drawn, tmp_path)["complete"]
-    run(replace(job, settings=replace(settings, seed=seed)), tmp_path / "again")
+    assert seed >= 0 and run(other, tmp_path)["complete"]
+    run(replace(job, settings=asking(settings, seed=seed)), tmp_path / "again")
     assert files(tmp_path) == files(tmp_path / "again")
 
 
@@ -222,35 +214,27 @@ def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
     with pytest.raises(BulkError, match="has texts, but no manifest.json"):
         run(job, tmp_path)
     (tmp_path / "texts-1.jsonl").unlink()
-    for text in ("", "{", "[]", "{}", '{"request": 1, "version": 1}', "\udcff"):
+    for text in ("", "{", "[]", "{}", '{"version": 3}', "\udcff"):
         (tmp_path / MANIFEST).write_bytes(os.fsencode(text))
-        with pytest.raises(BulkError, match="is not a manifest"):
+        with pytest.raises(BulkError, match="manifest.json is damaged"):
             run(job, tmp_path)
     (tmp_path / MANIFEST).unlink()
     run(job, tmp_path)
     content = json.loads((tmp_path / MANIFEST).read_text())
     shards, machines = content["shards"], content["machines"]
     first = min(shards)
-    evil = tmp_path / "evil.py"
-    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     for change, why in (
-        ({"resolved": {"part": str(evil)}}, "resolved has 'part'"),
-        ({"resolved": {"engine": str(evil)}}, "engine is '"),
-        ({"resolved": {"br": 0}}, "br is 0"),
-        ({"resolved": []}, "keys"),
+        ({"request": [1]}, "request is a list"),
         ({"shards": {**shards, "../other": shards[first]}}, "the job has no file '../other'"),
-        ({"shards": {**shards, first: {**shards[first], "first": 1}}}, f"{first} holds other texts"),
-        ({"shards": {**shards, first: {**shards[first], "tokens": "9"}}}, "tokens is a str"),
+        ({"shards": {**shards, first: {}}}, "stamp"),
+        ({"shards": {**shards, first: {**shards[first], "tokens": "9"}}}, "unsupported operand"),
         ({"shards": {**shards, first: {**shards[first], "rejected": 1}}}, "has no len"),
-        ({"machines": {**machines, "x": {}}}, "processor"),
-        ({"workers_lost": 1}, "iterable"),
+        ({"machines": machines[0]}, "machines is a dict"),
+        ({"workers_lost": 1}, "workers_lost is an int"),
     ):
         (tmp_path / MANIFEST).write_text(json.dumps(content | change))
-        with pytest.raises(
-            BulkError, match=rf"manifest.json was changed \(.*{re.escape(why)}.*\); remove it"
-        ):
+        with pytest.raises(BulkError, match=rf"manifest.json is damaged \(.*{re.escape(why)}.*\); remove it"):
             run(job, tmp_path)
-    assert not (tmp_path / "ran").exists()
     (tmp_path / MANIFEST).write_text(json.dumps(content | {"version": 1}))
     with pytest.raises(BulkError, match="has version 1"):
         run(job, tmp_path)
@@ -311,16 +295,6 @@ def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path,
         run(job, tmp_path / "dead", here(*[once] * 5))
 
 
-def test_the_tile_and_the_engine_of_the_first_run_are_kept(job, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        run(job, tmp_path, here(None, KeyboardInterrupt()))
-    opened = Mock(wraps=here())
-    run(replace(job, resolved={"engine": "torch", "br": 1}), tmp_path, opened)
-    seen = opened.call_args.args[0].settings
-    assert {name: getattr(seen, name) for name in job.resolved} == job.resolved
-    assert seen.engine in ("native", "torch") and seen.br > 1
-
-
 @pytest.mark.parametrize("step", ["shard", "manifest"])
 def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, step):
     sync, calls = os.fsync, []
@@ -358,9 +332,9 @@ MALFORMED = {
     '{"id": true, "prompt": "a"}': "id must be",
     HALF: "surrogates not allowed",
     '{"id": 1, "prompt": "xyz"}': "does not know 3 of the text's characters",
-    '{"id": 1, "prompt": "a", "more": 1}': "'more' is unknown",
-    '{"id": 1, "prompt": "a", "options": []}': "options must be an object",
-    '{"id": 1, "prompt": "a", "options": {"colour": 1}}': "option 'colour' is unknown",
+    '{"id": 1, "prompt": "a", "more": 1}': "the line has 'more'",
+    '{"id": 1, "prompt": "a", "options": []}': "options is a list; it must be an object",
+    '{"id": 1, "prompt": "a", "options": {"colour": 1}}': "options has 'colour'; it must be one of",
     '{"id": 1, "prompt": "a", "options": {"temperature": NaN}}': "temperature is nan",
     '{"id": 1, "prompt": "a", "options": {"temperature": 1%s}}' % ("0" * 400): "must be a number of",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": null}}': "max_new_tokens must be",
@@ -387,7 +361,7 @@ def prompts(tmp_path) -> Path:
 def test_prompts_from_a_file(settings, model, prompts, tmp_path, caplog):
     found = Prompts(prompts, SIZE)
     assert found.lines == len(GOOD) + len(MALFORMED) + 2
-    job = Job(replace(settings, prompt=None, max_new_tokens=30), found.lines, SIZE, found)
+    job = Job(asking(settings, max_new_tokens=30), found.lines, SIZE, found)
     manifest = run(job, tmp_path / "out")
     reported = caplog.messages
     written = rows(tmp_path / "out")
@@ -412,13 +386,13 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path, caplog):
         lambda: prompts.write_bytes(prompts.read_bytes() + b"\n"),
         lambda: os.replace(again, prompts),
     ):
-        other = replace(job, prompts=Prompts(prompts, SIZE))
+        other = replace(job, prompt=Prompts(prompts, SIZE))
         change()
         with pytest.raises(BulkError, match="was changed while the job ran"):
-            run(other, tmp_path / other.prompts.sha256)
-        assert not files(tmp_path / other.prompts.sha256)
-    with pytest.raises(BulkError, match=r"another request \(.*prompts_sha256\)"):
-        run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out")
+            run(other, tmp_path / other.prompt.sha256)
+        assert not files(tmp_path / other.prompt.sha256)
+    with pytest.raises(BulkError, match=r"another request \(.*prompt\)"):
+        run(replace(job, prompt=Prompts(prompts, SIZE)), tmp_path / "out")
 
 
 def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_path):
@@ -426,7 +400,7 @@ def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_p
     for mark, end in (("", "\n"), ("\ufeff", "\r\n")):
         changed = [mark + json.dumps(line).replace("\\n", json.dumps(end)[1:-1]) + end for line in lines]
         (path := tmp_path / f"prompts{len(mark)}").write_bytes("".join(changed).encode())
-        job = Job(replace(settings, prompt=None), 2, 1, Prompts(path, 1))
+        job = Job(settings, 2, 1, Prompts(path, 1))
         run(job, tmp_path / f"out{len(mark)}")
     assert rows(tmp_path / "out0") == rows(tmp_path / "out1") and len(rows(tmp_path / "out1")) == 2
 

@@ -9,16 +9,14 @@ import multiprocessing
 import os
 import random
 import signal
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from bulk_jobs import check, files, run
 
-from shakespeare.generation.many import cluster
+from shakespeare.generation.many import cluster, workers
 from shakespeare.generation.many.jobs import MANIFEST, BulkError
-from shakespeare.generation.many.workers import processes
 
 pytestmark = pytest.mark.full
 KILLS = int(os.environ.get("KILLS", 6))
@@ -27,11 +25,11 @@ with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no er
 
 def drive(job, out: Path, address: str | None) -> None:
     """A driver in a process of its own, until its job is complete."""
-    place = contextlib.nullcontext(partial(processes, 2, ()))
+    place = contextlib.nullcontext(workers.here("cpu", 2, None))
     if address:
         place = cluster.connected(address, "cpu", None, None)
-    with place as workers, contextlib.suppress(BulkError):
-        run(job, out, workers)
+    with place as open_workers, contextlib.suppress(BulkError):
+        run(job, out, open_workers)
 
 
 def children(pid: int) -> list[int]:
@@ -100,7 +98,7 @@ def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, t
     stopped = []
 
     def opened(order, shards):
-        made = processes(2, (), order, shards)
+        made = workers.here("cpu", 2, None)(order, shards)
         start = made[0].start
 
         def started(task):
@@ -149,8 +147,8 @@ def test_killed_actors_nodes_and_drivers_cost_a_retry(nodes, long, long_expected
 @with_ray
 def test_actors_bring_the_package_and_need_the_folder(nodes, job, tmp_path, monkeypatch):
     """A node that does not see the driver's folder says so in one line."""
-    with cluster.connected(nodes.address, "cpu", None, None) as workers:
-        (worker,) = workers(cluster.Order(job.settings, 4, str(tmp_path)), 1)
+    with cluster.connected(nodes.address, "cpu", None, None) as open_workers:
+        (worker,) = open_workers(cluster.Order(job.settings, 4, str(tmp_path)), 1)
         error = worker.start(None).result()
     assert isinstance(error, BulkError) and "--out must be a URL, or a folder that all machines" in str(error)
     with pytest.raises(BulkError, match="--gpus is 1; the Ray cluster has 0"):

@@ -3,15 +3,13 @@
 import hashlib
 import json
 import sys
-from functools import partial
 
 import pytest
 from bulk_jobs import Death, here
 
-from shakespeare.generation.many import bulk
+from shakespeare.generation.many import bulk, workers
 from shakespeare.generation.many.jobs import MANIFEST
 from shakespeare.generation.many.stores import open_store
-from shakespeare.generation.many.workers import processes
 
 with_moto = pytest.mark.filterwarnings("default")  # botocore's own warnings are no errors
 
@@ -59,8 +57,8 @@ def test_processes_write_to_s3_and_the_job_goes_on(job, expected, bucket, cli, m
     with pytest.raises(KeyboardInterrupt):
         bulk.run(job, out, here(None, None, Death("gone"), KeyboardInterrupt()))
     assert len(objects(system)) == 2
-    manifest = bulk.run(job, out, partial(processes, 2, ())).content
-    assert manifest["complete"] and objects(system) == expected
+    manifest = bulk.run(job, out, workers.here("cpu", 2, None))
+    assert manifest.complete and objects(system) == expected
     first, second, *_ = sorted(expected)
     with system.open(f"{out}/{first}", "wb") as file:
         file.write(b"changed")
