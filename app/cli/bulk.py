@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +98,7 @@ def bulk(chosen: BulkOptions) -> bool:
         update(completed=state.texts, total=state.total, description=described(state))
 
     try:
-        with progress() as (update, _), place as open_workers:
+        with progress(times=True) as (update, _), place as open_workers:
             manifest = writing_many.run(job, out, open_workers, show, chosen.timeout, chosen.verify)
     except (KeyboardInterrupt, SystemExit):
         notice(f"\nstopped; the same command goes on ({out})", nl=False)
@@ -129,10 +128,11 @@ def job_of(chosen: BulkOptions) -> "Job":
     on_gpus = chosen.device == "cuda"
     shard_size = chosen.shard_size or (GPU_SHARD_SIZE if on_gpus else SHARD_SIZE)
     if chosen.format == "parquet":
-        shards.check_parquet()
+        import pyarrow  # noqa: F401  # before anything is written
     checkpoint = load(chosen.model)
-    prompt: str | Prompts = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
-    request = options.first_request(chosen, checkpoint, prompt)
+    text = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
+    prompt: str | Prompts = text
+    request = options.first_request(chosen, checkpoint, text)
     texts = chosen.texts or 0
     capacity: int | None = capacity_for(checkpoint, request)
     if chosen.prompts:
@@ -151,13 +151,8 @@ def job_of(chosen: BulkOptions) -> "Job":
 
 
 def described(state: "Progress") -> str:
-    """The line beside the bar: texts, their speed on all devices and on each, time left, workers lost."""
-    line = f"{state.texts:,} of {state.total:,} texts"
+    """The line beside the bar: texts, the speed of all devices and of each, workers lost."""
     speeds = {device: texts / state.seconds for device, texts in sorted(state.devices.items())}
-    if speeds:
-        speed = sum(speeds.values())
-        left = timedelta(seconds=int((state.total - state.texts) / speed))
-        line += f", {speed:,.0f} texts/s, {state.tokens / state.seconds:,.0f} tokens/s, {left} left"
-    if len(speeds) > 1:
-        line += f" ({', '.join(f'{device}: {speed:,.0f} texts/s' for device, speed in speeds.items())})"
-    return f"{line}, {state.lost} workers lost"
+    each = ", ".join(f"{device}: {speed:,.0f}" for device, speed in speeds.items())
+    speed = f"{sum(speeds.values()):,.0f} texts/s ({each}), {state.tokens / state.seconds:,.0f} tokens/s"
+    return f"{state.texts:,} of {state.total:,} texts, {speed}, {state.lost} workers lost"

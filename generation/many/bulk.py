@@ -6,7 +6,6 @@ manifest. Shards that are not listed are written again, with the same bytes.
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakespeare.generation.many import SHARD_SECONDS
-from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Manifest
+from shakespeare.generation.many.jobs import BulkError, Job, Manifest
 from shakespeare.generation.many.shards import Task
 from shakespeare.generation.many.stores import open_store
 from shakespeare.generation.many.workers import Order, Worker
-from shakespeare.model.files import UNFINISHED
 
 ATTEMPTS = 3  # attempts at a shard before the job leaves it out
 TICK = 1.0  # seconds between two looks at whether the manifest has changed
-LEFT = re.compile(rf"(texts-.*|{MANIFEST})\.[0-9a-f]{{8}}{UNFINISHED}")
 log = logging.getLogger(__name__)
 
 
@@ -78,8 +75,6 @@ def run(
                 for worker in workers:
                     worker.end()
                 manifest.save()
-        for name in filter(LEFT.fullmatch, store.files()):  # of killed processes
-            store.remove(name)
         return manifest
 
 
@@ -121,7 +116,7 @@ async def _write_all(
                     if attempts[task.name] < ATTEMPTS:
                         queue.put_nowait(task)
                     else:
-                        manifest.content["failed"][task.name] = {"attempts": ATTEMPTS, "error": reason}
+                        manifest.content["failed"][task.name] = reason
                         log.warning(f"{task.name} was left out after {ATTEMPTS} attempts: {reason}")
                 if in_a_row >= ATTEMPTS + 2 * len(workers):
                     raise BulkError(f"no worker wrote anything in {in_a_row} attempts: {reason}") from None

@@ -54,12 +54,10 @@ def connected(
 ) -> Iterator[Callable[[Order, int], list[Worker]]]:
     """What makes workers on the cluster at an address: `workers`, or one a CPU, or GPU_WORKERS a GPU.
 
-    gpus: the most to use. Raises BulkError without Ray, a cluster at the address, or that many GPUs.
+    gpus: the most to use. Raises BulkError without a cluster at the address, or that many GPUs.
     """
-    try:
-        import ray
-    except ImportError:
-        raise BulkError("--ray needs Ray; install it (pip install -e '.[cluster]')") from None
+    import ray
+
     passed = {prebuilt.COMPILE: os.environ.get(prebuilt.COMPILE, "0")}
     brought = {"py_modules": [shakespeare], "excludes": ["*.safetensors"], "env_vars": passed}
     try:

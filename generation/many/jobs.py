@@ -12,12 +12,11 @@ from typing import Any
 from shakespeare.attention_ext.checks import set_whole, type_text
 from shakespeare.generation.many import SHARD_SIZE
 from shakespeare.generation.many.shards import Settings, Task
-from shakespeare.generation.many.stores import Store
+from shakespeare.generation.many.stores import MANIFEST, Store
 from shakespeare.generation.sampling import LARGEST_SEED
 from shakespeare.model import corpus
 
 log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
 VERSION = 3  # of the manifest's format
 
 

@@ -69,20 +69,11 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def this_machine(engine: Engine, *packages: str) -> dict[str, str]:
-    """What else can change a text's bytes: engine, processor, kernels' target, the GPU if any, versions."""
-    gpu = {}
-    if engine.device == "cuda":
-        from shakespeare.generation.engines import cuda
-
-        gpu = {"gpu": cuda.gpu().name}
-    features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
+    """What else can change a text's bytes: engine with its GPU, processor, kernels' target, versions."""
     return {
-        "engine": engine.name,
-        "device": engine.device,
-        **gpu,
+        "engine": f"{engine.name}: {engine.description}",
         "processor": processor.name(),
         "instructions": processor.instructions(),
-        "features": features,
         "kernels": prebuilt.level("decoder"),
         "python": platform.python_version(),
         "shakespeare-attention": __version__,
@@ -201,15 +192,6 @@ def in_jsonl(rows: Sequence[dict]) -> bytes:
     # One call takes half the time of one for each row. In strings this border has escaped quotes.
     lines = json.dumps(rows, ensure_ascii=False)[1:-1].replace('}, {"index": ', '}\n{"index": ')
     return f"{lines}\n".encode() if rows else b""
-
-
-def check_parquet() -> None:
-    """Raise ValueError if pyarrow is not installed."""
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
-        needs = "which needs pyarrow; install it (pip install -e '.[cluster]')"
-        raise ValueError(f"format is 'parquet', {needs}") from None
 
 
 def in_parquet(rows: Sequence[dict], with_id: bool) -> bytes:

@@ -7,8 +7,10 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from shakespeare.model.files import UNFINISHED, locked, write_file
+from shakespeare.model.files import UNFINISHED, locked, remove_unfinished, write_file
 
+MANIFEST = "manifest.json"
+OURS = ("texts-*", MANIFEST)  # the files of a job
 LOCK = ".texts.lock"
 FILE = "file://"
 VERSIONS = ("ETag", "etag", "mtime", "updated", "LastModified")  # what changes with a file, as stores name it
@@ -23,10 +25,14 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self):
-        """Make the folder and hold its lock. Raises ValueError if another process has it."""
+        """Make the folder and hold its lock; remove what killed processes left if the block succeeds.
+
+        Raises ValueError if another process has the lock.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with locked(self.path / LOCK, "writes texts"):
             yield
+            remove_unfinished(self.path, *OURS)
 
     def files(self) -> dict[str, Stamp]:
         """The stamp of each file, by its name."""
@@ -45,10 +51,6 @@ class Folder:
         write_file(self.path / name, data)
         return self._stamp((self.path / name).stat())
 
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        (self.path / name).unlink()
-
     @staticmethod
     def _stamp(status: os.stat_result) -> Stamp:
         return [status.st_size, str(status.st_mtime_ns)]
@@ -59,7 +61,7 @@ def _errors_as_of_a_disk():
     """Let each error be an OSError; a store's library has its own."""
     try:
         yield
-    except OSError:
+    except (OSError, ModuleNotFoundError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
@@ -70,11 +72,9 @@ class Remote:
 
     @_errors_as_of_a_disk()
     def __init__(self, url: str) -> None:
-        try:
-            import fsspec
-            from fsspec.implementations.dirfs import DirFileSystem
-        except ImportError:
-            raise OSError("a URL needs fsspec; install it (pip install -e '.[cluster]')") from None
+        import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
+
         system, root = fsspec.url_to_fs(url)
         self._folder = DirFileSystem(root, system)
         # fsspec's own mv() copies: such a store cannot rename, and shows an object when it has all of it.
@@ -82,10 +82,14 @@ class Remote:
 
     @contextlib.contextmanager
     def locked(self):
-        """Make the folder, where a store has any."""
+        """As Folder.locked(), without a lock; only a store that renames has folders and unfinished files."""
         if self._renames:
             self._folder.makedirs("", exist_ok=True)
         yield
+        if self._renames:
+            for name in OURS:
+                for left in self._folder.glob(f"{name}.{'[0-9a-f]' * 8}{UNFINISHED}"):
+                    self._folder.rm_file(left)
 
     @_errors_as_of_a_disk()
     def files(self) -> dict[str, Stamp]:
@@ -111,11 +115,6 @@ class Remote:
         else:
             self._folder.pipe_file(name, data)
         return _stamp_of(self._folder.info(name))
-
-    @_errors_as_of_a_disk()
-    def remove(self, name: str) -> None:
-        """As Folder.remove()."""
-        self._folder.rm_file(name)
 
 
 def _stamp_of(file: dict[str, Any]) -> Stamp:

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 from shakespeare.attention_ext.processor import cores
 from shakespeare.generation.many import GPU_WORKERS
-from shakespeare.generation.many.jobs import MANIFEST, BulkError
+from shakespeare.generation.many.jobs import BulkError
 from shakespeare.generation.many.shards import Scribe, Settings, Task
-from shakespeare.generation.many.stores import open_store
+from shakespeare.generation.many.stores import MANIFEST, open_store
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process may use
 
@@ -65,7 +66,9 @@ def work(order: Order, task: Task | None) -> dict[str, Any] | Exception | None:
             return None
         data, record = scribe.write(task)
         stamp = open_store(order.out).write(task.name, data)
-        device = " GPU ".join([platform.node(), *filter(None, [os.environ.get(VISIBLE)])])
+        device = platform.node()
+        if os.environ.get(VISIBLE):
+            device += f" GPU {os.environ[VISIBLE]}"
         return record | {"stamp": stamp, "device": device}
     except Exception as error:
         return error
@@ -77,15 +80,13 @@ class Process:
     def __init__(self, order: Order, gpu: str | None = None) -> None:
         self._order = order
         self._gpu = gpu
-        self.pool = self._made()
-
-    def _made(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (self._gpu,))
+        self.pool: Any = None
 
     def start(self, task: Task | None) -> Future:
         """As Worker.start()."""
         if task is None:
-            self.pool = self._made()
+            spawn = multiprocessing.get_context("spawn")
+            self.pool = ProcessPoolExecutor(1, spawn, _begin, (self._gpu,))
         if sys.platform != "win32":  # Ctrl-C reaches all processes of a terminal; only the driver handles it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -96,7 +97,7 @@ class Process:
 
     def end(self) -> None:
         """As Worker.end()."""
-        for process in (self.pool._processes or {}).values():  # Python 3.14 has kill_workers()
+        for process in getattr(self.pool, "_processes", {}).values():  # Python 3.14 has kill_workers()
             process.kill()
 
 
@@ -116,17 +117,13 @@ def _end_with_driver() -> None:
 
 
 def here(device: str, workers: int | None, gpus: int | None) -> Callable[[Order, int], list[Worker]]:
-    """What makes workers on this machine: `workers`, else one a core, or GPU_WORKERS a GPU, in turn on each.
+    """What makes workers on this machine: `workers`, else one a core, or GPU_WORKERS a GPU.
 
     gpus: the most to use. Raises BulkError if there are fewer.
     """
-    used = visible_gpus(gpus) if device == "cuda" else []
-    count = workers or GPU_WORKERS * len(used) or cores()
-
-    def made(order: Order, shards: int) -> list[Worker]:
-        return [Process(order, used[i % len(used)] if used else None) for i in range(min(count, shards))]
-
-    return made
+    used: list[Any] = [None] * cores() if device == "cpu" else visible_gpus(gpus) * GPU_WORKERS
+    count = workers or len(used)
+    return lambda order, shards: [Process(order, gpu) for gpu in islice(cycle(used), min(count, shards))]
 
 
 def visible_gpus(count: int | None) -> list[str]:

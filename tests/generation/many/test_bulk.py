@@ -38,7 +38,7 @@ def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
     manifest = check(tmp_path, expected)
     assert states[0] == 0 and states[-1] == TEXTS and manifest["workers_lost"] == []
     (machine,) = manifest["machines"]
-    assert machine.keys() >= {"processor", "instructions", "features"} and "torch" not in machine
+    assert machine.keys() >= {"engine", "processor", "instructions"} and "torch" not in machine
     usual = {"new_tokens": TOKENS, "finish_reason": "length"}
     for i in (0, 17, TEXTS - 1):
         text = generate(load(str(model)), max_new_tokens=TOKENS, seed=5 + i)
@@ -92,10 +92,10 @@ def test_workers_share_each_of_the_visible_gpus(job, tmp_path, monkeypatch):
 def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, model, tmp_path, stop):
     emulated(monkeypatch, 32, (2,))
     for device, engine in (("cpu", "native"), ("cuda", "cuda")):
-        chosen = replace(settings, engine=replace(settings.engine, device=device))
+        chosen = replace(settings, engine=replace(settings.engine, device=device, br=None, bc=None))
         manifest = run(Job(asking(chosen, max_new_tokens=9, stop=stop), 11, 8), tmp_path / device)
         (machine,) = manifest["machines"]
-        assert manifest["request"]["device"] == machine["device"] == device and machine["engine"] == engine
+        assert manifest["request"]["device"] == device and machine["engine"].startswith(engine)
         assert ("gpu" in machine) == (device == "cuda")
     assert rows(tmp_path / "cuda") == rows(tmp_path / "cpu")
 
@@ -286,7 +286,7 @@ def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path,
     manifest = run(job, tmp_path, here(*faults))
     name = min(expected)
     assert not manifest["complete"] and len(manifest["workers_lost"]) == 3
-    assert manifest["failed"] == {name: {"attempts": 3, "error": "Death: kaboom"}}
+    assert manifest["failed"] == {name: "Death: kaboom"}
     assert caplog.messages == [f"{name} was left out after 3 attempts: Death: kaboom"]
     manifest = run(job, tmp_path)
     assert manifest["failed"] == {}
