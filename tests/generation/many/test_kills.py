@@ -93,28 +93,30 @@ def test_killed_workers_and_drivers_cost_a_retry(long, long_expected, tmp_path):
     kill_at_random_moments(long, long_expected, tmp_path, kill)
 
 
-def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, tmp_path, caplog):
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, tmp_path, caplog, begun):
     """A stopped process hangs too. The driver names the file in one line."""
     stopped = []
 
     def opened(order, shards):
-        made = workers.here("cpu", 2, None)(order, shards)
-        start = made[0].start
+        (made,) = workers.here("cpu", 1, None)(order, shards)
+        start = made.start
 
         def started(task):
             future = start(task)
-            if task and not stopped:
-                stopped.extend(made[0].pool._processes)
+            if bool(task) == begun and not stopped:
+                stopped.extend(made.pool._processes)
                 os.kill(stopped[0], signal.SIGSTOP)
             return future
 
-        made[0].start = started
-        return made
+        made.start = started
+        return [made]
 
-    run(job, tmp_path, opened, timeout=20.0)
-    (loss,) = check(tmp_path, expected)["workers_lost"]
-    assert loss["reason"] == f"a worker took more than 20 s for {loss['shard']} and was killed"
-    assert loss["reason"] in caplog.messages
+    run(job, tmp_path, opened, timeout=15.0)
+    lost = check(tmp_path, expected)["workers_lost"]
+    reason = f"a worker took more than 15 s for {min(expected) if begun else 'its start'} and was killed"
+    assert reason in caplog.messages
+    assert not begun or {"shard": min(expected), "reason": reason} in lost
 
 
 @pytest.fixture(scope="module")
