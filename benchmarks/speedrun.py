@@ -41,8 +41,8 @@ INNER = (0.855, 0.9)  # and between which recipes are chosen
 FEWEST = 5  # seeds of a record
 LEAST_P = 0.01  # a mean below the target with a larger p-value may be chance
 CLASSES = ("two CPU cores", "a GPU of up to 12 GB", "an H100 or H200")
-# Training steps and further options of `train`, chosen on INNER. A run of few passes over the text takes less
-# weight decay; two cores a narrow model, a GPU a large batch.
+# Training steps and further options of `train`, older than the rules: chosen with the last tenth. Few passes
+# over the text take less weight decay; two cores a narrow model, a GPU a large batch.
 RECIPES = {
     "cpu": (4600, "--n-embd 96 --n-head 3 --rates adam_lr=0.0045,position_lr=0.0045,weight_decay=0.05"),
     "cuda": (
