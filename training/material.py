@@ -120,4 +120,4 @@ def windows(ids: NDArray[Any], block_size: int, limit: int) -> NDArray[Any]:
     block_size = min(block_size, len(ids) - 1)
     every = np.lib.stride_tricks.sliding_window_view(ids, block_size + 1)[::block_size]
     count = max(1, min(len(every), limit // block_size))
-    return every[np.linspace(0, len(every) - 1, count).round().astype(int)]
+    return every[(np.linspace(0, len(every) - 1, count) + 0.5).astype(int)]  # halves upwards, as the page

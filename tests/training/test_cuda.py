@@ -68,7 +68,7 @@ def test_gradients_and_loss(gpu):
             logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:]).flatten()
         )
         loss.backward()
-        native.native.tokens.memory.write(tokens)
+        native.native.tokens.write(tokens)
         native.native.gradients()
         native.native.gradients()
         with naming(sizes, factor):
@@ -94,8 +94,8 @@ def test_the_training_step_follows_pytorchs(gpu):
     start = {name: p.detach().clone() for name, p in pytorchs.model.named_parameters()}
     for step in range(6):
         pytorchs.advance((step + 1) / 6, 0.8)
-        native._rate.memory.write(np.float32([(step + 1) / 6]))
-        native._decay.memory.write(np.float32([0.8]))
+        native._rate.write(np.float32([(step + 1) / 6]))
+        native._decay.write(np.float32([0.8]))
         native.native.take_batch()
         native.native.gradients()
         gradients = {name: p.grad.numpy() for name, p in pytorchs.model.named_parameters()}

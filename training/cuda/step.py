@@ -186,8 +186,7 @@ class TrainingStep:
             for i, window in enumerate(waiting[first : first + self.batch]):
                 tokens[i, : len(window)] = window
                 seen[i, : len(window) - 1] = True
-            driver.synchronize(self.stream)
-            self.tokens.memory.write(tokens)
+            self.tokens.write(tokens)
             self._forward(self.flat.average, 0.0)
             total += float(self.losses.read().reshape(self.batch, T)[seen].sum(dtype=np.float64))
         return total / sum(len(window) - 1 for window in waiting)

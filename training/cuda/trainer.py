@@ -43,6 +43,7 @@ class CudaTrainer:
         self.native = TrainingStep(config, recipe, batch, dtype, self.flat, ids, place)
         self._rate = Array(1)
         self._decay = Array(1)
+        driver.synchronize_all()  # a stream of ours does not wait for zeros
         self._launch = driver.captured(self.native.stream, self._step)
         self._before = driver.Event()
         self._last = driver.Event()
@@ -73,10 +74,9 @@ class CudaTrainer:
 
     def take_losses(self) -> float:
         """The sum of the batches' losses since the last call."""
-        driver.synchronize(self.native.stream)
-        numbers = self.native.loss.memory.read(np.empty(2))
-        self.native.loss.memory.write(np.zeros(2))
-        return float(numbers[1])
+        _, total = self.native.loss.read(np.float64).tolist()
+        self.native.loss.write(np.zeros(2))
+        return total
 
     def averages(self) -> dict[str, Floats]:
         """A copy of the average's weights, by name."""
@@ -110,4 +110,4 @@ class CudaTrainer:
             array = getattr(self.flat, name)
             if name not in state or state[name].shape != array.shape:
                 raise ValueError("state is of a model of other sizes or another device")
-            array.memory.write(state[name])
+            array.write(state[name])

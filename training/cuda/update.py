@@ -64,7 +64,7 @@ class Array:
     def of(cls, numbers: NDArray[Any]) -> "Array":
         """With these numbers."""
         array = cls(*numbers.shape, bytes=numbers.itemsize)
-        array.memory.write(numbers)
+        array.write(numbers)
         return array
 
     def __len__(self) -> int:
@@ -74,10 +74,16 @@ class Array:
         address = self.address + i * math.prod(self.shape[1:]) * self.bytes
         return Array(*self.shape[1:], bytes=self.bytes, memory=self.memory, address=address)
 
-    def read(self) -> NDArray[np.float32]:
-        """Numbers that are float32, when all launches have ended."""
+    def write(self, numbers: NDArray[Any]) -> None:
+        """Replace all, after and before all launches; not for a part of another Array."""
         driver.synchronize_all()
-        return self.memory.read(np.empty(self.shape, np.float32), self.address - self.memory.address)
+        self.memory.write(numbers)
+        driver.synchronize_all()  # a stream of ours does not wait for the copy
+
+    def read(self, dtype: type = np.float32) -> NDArray[Any]:
+        """The numbers, when all launches have ended."""
+        driver.synchronize_all()
+        return self.memory.read(np.empty(self.shape, dtype), self.address - self.memory.address)
 
 
 class Flat:
@@ -107,8 +113,7 @@ class Flat:
         numbers = np.zeros(len(self.value), np.float32)
         for each, at in self.at.items():
             numbers[at : at + arrays[each].size] = arrays[each].ravel()
-        driver.synchronize_all()
-        getattr(self, name).memory.write(numbers)
+        getattr(self, name).write(numbers)
 
 
 class Weight(NamedTuple):

@@ -20,10 +20,9 @@ export function windows(ids, T, limit) {
   const last = ids.length - 1,
     all = ids.length <= limit ? Math.ceil(last / T) : Math.floor(last / T),
     count = ids.length <= limit ? all : Math.max(1, Math.min(all, Math.floor(limit / T))),
-    step = Math.fround((all - 1) / Math.max(1, count - 1)); // torch.linspace() has float32
+    step = (all - 1) / Math.max(1, count - 1);
   return Array.from({ length: count }, (_, i) => {
-    const place = i < count / 2 ? Math.fround(step * i) : Math.fround(all - 1 - Math.fround(step * (count - 1 - i))),
-      start = (count < all ? Math.round(place) : i) * T;
+    const start = Math.round(step * i) * T;
     return ids.subarray(start, start + T + 1);
   });
 }
