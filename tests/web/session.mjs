@@ -115,7 +115,7 @@ for await (const line of createInterface({ input: process.stdin })) {
     answer = { result: await calls[method](argument ?? {}) };
   } catch (error) {
     answer = { error: error.message, kind: error.constructor.name };
-    if (["Refused", "RuntimeError"].includes(answer.kind)) await session.restart();
+    if (["Problem", "RuntimeError"].includes(answer.kind) && session.module) await session.restart();
   }
   process.stdout.write(`${JSON.stringify(answer)}\n`);
 }

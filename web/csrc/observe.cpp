@@ -81,11 +81,10 @@ Observation* page_observe(const Checkpoint* checkpoint, int32_t precision, const
 
 EXPORT(close_observation) void page_close_observation(Observation* o) { delete o; }
 
-// to (T, d) <- q, k or v of a head
-EXPORT(observed)
-void page_observed(const Observation* o, int32_t layer, int32_t head, int32_t which, float* to) {
-    for (int64_t t = 0; t < o->T; t++)
-        std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to + t * o->d);
+// to (3, T, d) <- q, k and v of a head
+EXPORT(observed) void page_observed(const Observation* o, int32_t layer, int32_t head, float* to) {
+    for (int64_t which = 0; which < 3; which++)
+        for (int64_t t = 0; t < o->T; t++) to = std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to);
 }
 
 // ALiBi's slope of a head, or 0.

@@ -1,5 +1,4 @@
 // Training for a page: the native training step on one thread, over a batch that JavaScript chooses.
-#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -16,10 +15,8 @@ struct Training {
     float* averages;
     int64_t floats;  // of the parameters
     double place;    // of the first window, a share of the text
-    std::vector<int64_t> tokens;
 
-    Training(const training::Sizes& sizes, const double* settings, uint64_t seed)
-        : tokens(sizes.B * (sizes.T + 1)) {
+    Training(const training::Sizes& sizes, const double* settings, uint64_t seed) {
         step.sizes = sizes;
         const double* s = settings;
         step.settings = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], {}, static_cast<float>(s[12])};
@@ -40,12 +37,6 @@ struct Training {
             at += shapes[i].count;
         }
         place = training::begin_values(sizes, step.parameters, seed);
-    }
-
-    // The batch's tokens (B, T + 1), of which the page has written the first `count`; the others are 0.
-    const int64_t* read(const int32_t* ids, int64_t count) {
-        std::fill(std::copy_n(ids, count, tokens.begin()), tokens.end(), 0);
-        return tokens.data();
     }
 };
 
@@ -68,17 +59,16 @@ EXPORT(parameters) int32_t page_parameters(const Training* training) {
 
 // A training step on tokens (B, T + 1): its loss before the update. fraction: of the peak rates.
 EXPORT(training_step)
-double page_training_step(Training* training, const int32_t* tokens, double fraction, double average) {
-    const auto count = static_cast<int64_t>(training->tokens.size());
-    const float loss = training->step.gradients(training->read(tokens, count)).loss;
+double page_training_step(Training* training, const int64_t* tokens, double fraction, double average) {
+    const float loss = training->step.gradients(tokens).loss;
     training->step.update(fraction, average);
     return static_cast<double>(loss);
 }
 
-// The sum of the first `rows` rows' losses by the averages, for `count` tokens, windows of T + 1.
+// The sum of the first `rows` rows' losses by the averages, for tokens (B, T + 1).
 EXPORT(training_loss)
-double page_training_loss(Training* training, const int32_t* tokens, int32_t count, int32_t rows) {
+double page_training_loss(Training* training, const int64_t* tokens, int32_t rows) {
     const Buffer losses(training->step.sizes.rows(), true);
-    training->step.losses(training->read(tokens, count), losses);
+    training->step.losses(tokens, losses);
     return std::accumulate(losses + 0, losses + rows, 0.0);
 }

@@ -1,7 +1,8 @@
 // @ts-check
 // A checkpoint: configuration, tensors and vocabulary, checked as model/checkpoint.py checks them.
 import { SIZES } from "./facts.js";
-import { check, isObject, readSafetensors } from "./safetensors.js";
+import { check } from "./problem.js";
+import { isObject, readSafetensors } from "./safetensors.js";
 
 const KNOWN = [...Object.keys(SIZES), "dropout", "bias", "dataset", "positions", "eos_token_id"];
 const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
@@ -11,7 +12,7 @@ const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
 
 const is = (name, value, holds, must) => check(holds, `${name} is ${JSON.stringify(value)}; it must be ${must}`);
 
-// files: {config, characters} as parsed JSON, weights: an ArrayBuffer. Raises CheckpointError.
+// files: {config, characters} as parsed JSON, weights: an ArrayBuffer. Raises Problem.
 /** @param {{ config: any, characters: any, weights: ArrayBuffer }} files */
 export function readCheckpoint({ config, characters, weights }) {
   checkConfig(config);
@@ -112,7 +113,7 @@ function checkCharacters(characters, vocabSize) {
   check(count > 0 && count <= vocabSize, `the vocabulary meta.json has ${count} tokens; it must have vocab_size=${vocabSize}`);
 }
 
-// The ids of a text's characters. Raises CheckpointError with those that the model does not know.
+// The ids of a text's characters. Raises Problem with those that the model does not know.
 /** @param {string} text @param {string[]} characters @returns {number[]} */
 export function encode(text, characters) {
   const ids = new Map(characters.map((c, i) => [c, i]));

@@ -60,11 +60,11 @@ function admitted(name, given) {
   if (isFine && !isLong && (name !== "seed" || BigInt(given) < MOST_SEED)) return valueOf(name, given);
 }
 
-// Each change of a field calls changed({name: value}).
+// Each change of a field calls changed({name: value}), before the field's event `change`.
 /** @param {(changes: Record<string, any>) => void} changed */
 export function bind(changed) {
   for (const field of FIELDS) {
-    field.addEventListener(field.type === "range" ? "input" : "change", () => {
+    field.addEventListener("input", () => {
       const value = admitted(field.name, field.value);
       if (value !== undefined) changed({ [field.name]: value });
     });
@@ -73,20 +73,14 @@ export function bind(changed) {
 
 export function fill(choices) { for (const field of FIELDS) field.value = choices[field.name]; }
 
-// Whether a fragment names a view, or is empty; #main does not.
-export function namesView(fragment) {
-  const [name] = fragment.slice(1).split("?");
-  return name === "" || VIEWS.includes(name);
-}
-
-// {view, choices} of a fragment. Unknown names and values out of their range are ignored.
-/** @param {string} fragment @returns {{ view: string, choices: Record<string, any> }} */
+// {view, choices} of a fragment; no view for #main. Unknown names and values out of their range are ignored.
+/** @param {string} fragment @returns {{ view: string | undefined, choices: Record<string, any> }} */
 export function parse(fragment) {
   const [view, query = ""] = fragment.slice(1).split(/\?(.*)/s),
     choices = { ...DEFAULTS };
   for (const [name, given] of new URLSearchParams(query))
     if (CHECKS.has(name)) choices[name] = admitted(name, given) ?? choices[name];
-  return { view: VIEWS.includes(view) ? view : "write", choices };
+  return { view: VIEWS.find((name) => name === view), choices };
 }
 
 /** @param {string} view @param {Record<string, any>} choices @returns {string} */

@@ -1,7 +1,6 @@
 // @ts-check
 // The page's side of the worker.
 import { encode } from "./checkpoint.js";
-import { text } from "./files.js";
 import { parseBranches, sampling } from "./state.js";
 
 // The error of a call after the Engine was closed.
@@ -35,7 +34,7 @@ export class Engine {
     this.waiting.clear();
   }
 
-  call(method, argument) {
+  call(method, argument = {}) {
     if (this.closed) return Promise.reject(new Closed("the engine is closed"));
     const id = this.calls++;
     return new Promise((resolve, reject) => {
@@ -47,13 +46,9 @@ export class Engine {
   // The GPU for this model: {name, isCpu}, or {why}, a sentence.
   async openGpu() {
     if (this.config.window) return { why: "it takes no model whose texts have no end" };
-    const gpu = await this.callWithShaders("openGpu");
+    const gpu = await this.call("openGpu");
     this.gpuName = gpu.name;
     return gpu;
-  }
-
-  async callWithShaders(method, argument = {}) {
-    return this.call(method, { ...argument, shaders: JSON.parse(await text("shaders.json")) });
   }
 
   async begin({ prompt, length, branches, where, ...choices }) {

@@ -5,21 +5,18 @@
 const MOST_DEPTH = 30; // parentheses
 const TOKEN = /[A-Za-z]\w*|\d+|\+=|\S/g;
 
+/** @type {(call: (x: number, y: number, run: any) => number) => (run: any, x: any, y: any) => number} */
+const ofNumbers = (call) => (run, x, y) => call(run.number(x), run.number(y), run);
+
 /** @type {Record<string, (run: any, ...values: any) => any>} */
 export const FUNCTIONS = {
-  min: (run, x, y) => Math.min(run.number(x), run.number(y)),
-  max: (run, x, y) => Math.max(run.number(x), run.number(y)),
+  min: ofNumbers((x, y) => Math.min(x, y)),
+  max: ofNumbers((x, y) => Math.max(x, y)),
 };
 /** @type {Record<string, (run: any, x: any, y: any) => any>[]} those that bind least first */
 export const OPERATORS = [
-  {
-    "+": (run, x, y) => run.number(x) + run.number(y),
-    "-": (run, x, y) => run.number(x) - run.number(y),
-  },
-  {
-    "*": (run, x, y) => run.number(x) * run.number(y),
-    "/": (run, x, y) => run.divide(run.number(x), run.number(y)),
-  },
+  { "+": ofNumbers((x, y) => x + y), "-": ofNumbers((x, y) => x - y) },
+  { "*": ofNumbers((x, y) => x * y), "/": ofNumbers((x, y, run) => run.divide(x, y)) },
 ];
 
 export class Expression {

@@ -1,5 +1,6 @@
 // @ts-check
 // A GPU through WebGPU: adapter, device, shaders, buffers and dispatches, as in attention_ext/webgpu/driver.py.
+import { check, Problem } from "./problem.js";
 
 /** @type {GPUFeatureName[]} */
 const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
@@ -8,19 +9,13 @@ const LIMITS = [
   ...["maxComputeWorkgroupStorageSize", "maxComputeInvocationsPerWorkgroup"],
 ];
 
-// A sentence: why there is no GPU, or why it does not take a model.
-export class Unfit extends Error {}
-
-// The device was lost: the driver was reset, or its GPU is gone.
-export class Lost extends Error {}
-
-// Raises Unfit.
+// Raises Problem.
 async function findAdapter() {
-  if (!globalThis.isSecureContext) throw new Unfit("browsers give a page their GPU by https only");
+  check(globalThis.isSecureContext, "browsers give a page their GPU by https only");
   const { gpu } = navigator;
-  if (!gpu) throw new Unfit("this browser has no WebGPU, or has it switched off");
+  check(gpu, "this browser has no WebGPU, or has it switched off");
   const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
-  if (!adapter) throw new Unfit("this browser finds no GPU that it trusts");
+  check(adapter, "this browser finds no GPU that it trusts");
   return adapter;
 }
 
@@ -47,7 +42,7 @@ export class Gpu {
   isCpu = false; // whether a driver runs it on the CPU
   isLost = false;
 
-  // Raises Unfit.
+  // Raises Problem.
   static async open() {
     const adapter = await findAdapter(),
       features = OPTIONAL.filter((name) => adapter.features.has(name)),
@@ -58,7 +53,7 @@ export class Gpu {
     return opened;
   }
 
-  // A compiled entry point of WGSL. Raises Unfit with the compiler's message.
+  // A compiled entry point of WGSL. Raises Problem with the compiler's message.
   async pipeline(code, entryPoint) {
     const module = this.device.createShaderModule({ code });
     try {
@@ -66,15 +61,15 @@ export class Gpu {
     } catch (error) {
       this.check();
       const { messages } = await module.getCompilationInfo();
-      throw new Unfit(`the shader was refused: ${messages[0]?.message ?? error.message}`);
+      throw new Problem(`the shader was refused: ${messages[0]?.message ?? error.message}`);
     }
   }
 
-  // content: an array, or a number of zero bytes. Raises Unfit if the buffer is too large.
+  // content: an array, or a number of zero bytes. Raises Problem if the buffer is too large.
   buffer(content, usage = GPUBufferUsage.STORAGE) {
     const size = Math.max(16, 4 * Math.ceil((content.byteLength ?? content) / 4)),
       most = Math.min(this.limits.maxStorageBufferBindingSize, this.limits.maxBufferSize);
-    if (size > most) throw new Unfit(`${this.name} allows ${most} bytes in a buffer, and ${size} are needed`);
+    check(size <= most, `${this.name} allows ${most} bytes in a buffer, and ${size} are needed`);
     const made = this.device.createBuffer({ size, usage: usage | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST });
     if (ArrayBuffer.isView(content)) this.write(made, content);
     return made;
@@ -82,7 +77,7 @@ export class Gpu {
 
   write(buffer, array) { this.device.queue.writeBuffer(buffer, 0, array); }
 
-  // Dispatches `times` times; buffers are bindings 0, 1 ... Returns the first `bytes` of `from`. Raises Lost.
+  // Dispatches `times` times; buffers are bindings 0, 1 ... Returns the first `bytes` of `from`. Raises Problem if the driver was reset.
   /** @type {(pipeline: GPUComputePipeline, buffers: GPUBuffer[], groups: [number], bytes: number, more?: any) => Promise<ArrayBuffer>} */
   async run(pipeline, buffers, groups, bytes, { times = 1, from = buffers.at(-1) } = {}) {
     this.check();
@@ -101,7 +96,7 @@ export class Gpu {
     try {
       await back.mapAsync(GPUMapMode.READ);
     } catch (error) {
-      throw new Lost(`the GPU was lost: ${error.message}`);
+      throw new Problem(`the GPU was lost: ${error.message}`);
     }
     const result = back.getMappedRange().slice(0);
     back.destroy();
@@ -109,5 +104,5 @@ export class Gpu {
     return result;
   }
 
-  check() { if (this.isLost) throw new Lost("the GPU was lost"); }
+  check() { check(!this.isLost, "the GPU was lost"); }
 }

@@ -1,17 +1,17 @@
 // @ts-check
 // Part 4's steps in WGSL, compared with part 4 and timed.
-import { Unfit } from "./gpu.js";
+import { check } from "./problem.js";
 
 const MOST_ERROR = 1e-4; // the steps' sums have another order
 const LEAST_MS = 100; // of many dispatches: a browser's clock is coarse
 
 // {name, isCpu, milliseconds, isRight} of a step: {needs, tiles}, see build.py. example: q, k, v and the output
-// (heads, N, d), one after the other. Raises Unfit if the GPU lacks something, and Lost.
+// (heads, N, d), one after the other. Raises Problem if the GPU lacks something or is lost.
 /** @param {import("./gpu.js").Gpu} gpu @param {any} step @param {{ heads: number, N: number, d: number }} sizes @param {Float32Array} example */
 export async function timedStep(gpu, { needs, tiles }, { heads, N, d }, example) {
   const { maxComputeWorkgroupStorageSize: most, maxComputeInvocationsPerWorkgroup: mostThreads } = gpu.limits,
     lacking = needs.filter((feature) => !gpu.features.includes(feature));
-  if (lacking.length) throw new Unfit(lacking.join(" and "));
+  check(!lacking.length, lacking.join(" and "));
   const { br, code } = tiles.find(({ memory, threads }) => memory <= most && threads <= mostThreads),
     pipeline = await gpu.pipeline([...needs.map((feature) => `enable ${feature};`), code].join("\n"), "main"),
     size = heads * N * d,

@@ -2,7 +2,7 @@
 // The decoder on a GPU, generation/csrc/webgpu/decoder.wgsl, whose header describes the buffers.
 import { EMBEDDING, PLACES, shapes } from "./checkpoint.js";
 import { DECODER, TILES } from "./facts.js";
-import { Unfit } from "./gpu.js";
+import { check } from "./problem.js";
 
 const { INVOCATIONS, FIRST, PROMPT, TEXT } = DECODER;
 const DISPATCH_MS = 30; // no watchdog ends it
@@ -17,7 +17,7 @@ export class GpuModel {
   /** @type {GPUBuffer} */ weights;
   /** @type {number} quads of all heads' numbers */ A;
 
-  // shaders: WGSL. Raises Unfit.
+  // shaders: WGSL. Raises Problem.
   static async of(gpu, shaders, { config, tensors }, precision) {
     const { n_layer, n_head, n_embd, vocab_size, block_size, bias = true } = config,
       d = n_embd / n_head,
@@ -29,7 +29,7 @@ export class GpuModel {
       4 * (Math.max(n_head * tile, 2 * vocab_size, INVOCATIONS) + n_head) +
       192;
     const tiles = TILES.filter((tile) => shared(tile) <= room);
-    if (A > INVOCATIONS || !tiles.length) throw new Unfit("the model is too wide for a workgroup of this GPU");
+    check(A <= INVOCATIONS && tiles.length, "the model is too wide for a workgroup of this GPU");
     const constants = {
       ...{ LAYERS: n_layer, HEADS: n_head, HEAD_DIM: d, VOCAB: vocab_size, BIAS: Number(bias) },
       TILE: tiles.findLast((tile) => tile >= block_size) ?? tiles[0],
@@ -92,7 +92,7 @@ export class GpuDecoder {
   count = 0; // of texts
   written = 0; // tokens of each
 
-  // kernels: those in WebAssembly. keepsLogits: whether write() returns those of the tokens. Raises Unfit.
+  // kernels: those in WebAssembly. keepsLogits: whether write() returns those of the tokens. Raises Problem.
   constructor(model, kernels, { seeds, sampling, capacity, keepsLogits = true }) {
     Object.assign(this, { model, kernels, seeds, keepsLogits, capacity, count: seeds.length, held: 0, written: 0, ids: [] });
     const { gpu, config } = model,
@@ -113,7 +113,7 @@ export class GpuDecoder {
     this.flags = PROMPT + (continues ? 0 : FIRST);
   }
 
-  // Writes 1 to `most` tokens a text: {tokens (rows, texts), logits (rows, texts, V) | null}. Raises Lost.
+  // Writes 1 to `most` tokens a text: {tokens (rows, texts), logits (rows, texts, V) | null}. Raises Problem.
   async write(most) {
     const { model, kernels, count, ids, keepsLogits } = this,
       { gpu, config } = model,
@@ -142,7 +142,7 @@ export class GpuDecoder {
       out = await gpu.run(model.pipeline, all, [count], size);
     for (const buffer of passing) buffer.destroy();
     const tokens = new Int32Array(out, 0, rows * count);
-    if (tokens.some((token) => token < 0)) throw new Error("the model's logits hold NaN or infinity");
+    check(tokens.every((token) => token >= 0), "the model's logits hold NaN or infinity");
     this.held += read + rows - 1;
     this.written += rows;
     this.ids = Array.from({ length: count }, (_, i) => [tokens[(rows - 1) * count + i]]);

@@ -1,9 +1,7 @@
 // @ts-check
 // An instance of the kernels in WebAssembly, and access to its memory.
 import { OFF, PARTS } from "./facts.js";
-
-// An error that the kernels report.
-export class Refused extends Error {}
+import { check, Problem } from "./problem.js";
 
 // A module with one function: f32x4.relaxed_madd of three constants.
 const RELAXED = Uint8Array.from(atob("AGFzbQEAAAABBQFgAAF7AwIBAAoTAREAQQH9EUEB/RFBAf0R/YUCCw=="), (c) => c.charCodeAt(0));
@@ -21,7 +19,7 @@ export class Kernels {
     const kernels = new Kernels();
     const imports = {
       page: {
-        refuse: (text) => { throw new Refused(kernels.string(text)); },
+        refuse: (text) => { throw new Problem(kernels.string(text)); },
       },
       wasi_snapshot_preview1: {
         // The steady clock, in nanoseconds. The decoder reads it; no result depends on it.
@@ -46,10 +44,10 @@ export class Kernels {
 
   inOrder(sampling) { return Float64Array.from(Object.values(this.byName(sampling))); }
 
-  // The row of a part's name. Raises Refused if there is none.
+  // The row of a part's name. Raises Problem if there is none.
   part(name) {
     const row = PARTS.findIndex((part) => part.name === name);
-    if (row < 0) throw new Refused(`part is ${name}; the kernels have no such part`);
+    check(row >= 0, `part is ${name}; the kernels have no such part`);
     return row;
   }
 
@@ -64,7 +62,7 @@ export class Kernels {
   // Calls use(address) with newly allocated bytes and releases them afterwards.
   with(bytes, use) {
     const at = this.c.page_allocate(bytes);
-    if (!at) throw new Refused(`no memory for ${bytes} bytes`);
+    check(at, `no memory for ${bytes} bytes`);
     const result = use(at);
     this.c.page_release(at);
     return result;

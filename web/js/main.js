@@ -3,7 +3,7 @@
 import { $, say } from "./dom.js";
 import { AttentionView } from "./attention.js";
 import { Closed } from "./engine.js";
-import { bind, format, namesView, parse } from "./choices.js";
+import { bind, format, parse } from "./choices.js";
 import { paths } from "./files.js";
 import { build } from "./kernels.js";
 import { MeasureView } from "./measure.js";
@@ -25,6 +25,7 @@ class Page {
   /** @type {import("./engine.js").Engine | null} */ engine = null;
   /** @type {import("./text.js").Writing | null} */ text = null;
   /** @type {Record<string, any>} */ views;
+  view = "write";
   own = false; // whether the checkpoint is the reader's
 
   async start() {
@@ -41,18 +42,17 @@ class Page {
 
   // Takes the view from the address; returns its choices.
   follow() {
+    const { view, choices } = parse(location.hash);
     this.address = location.hash;
-    const { view, choices } = parse(this.address);
-    this.view = view;
+    this.view = view ?? this.view;
     return choices;
   }
 
-  // After a link or the back button.
+  // After a link or the back button. Links of the page, and the one to #main, have no choices.
   moved() {
-    if (!namesView(location.hash)) return this.setAddress(); // the link to #main
     const choices = this.follow(),
       isOther = JSON.stringify(choices) !== JSON.stringify(this.choices);
-    if (location.hash.includes("?") && isOther) this.views.write.write(choices); // links of the page have a view only
+    if (location.hash.includes("?") && isOther) this.views.write.write(choices);
     return this.show();
   }
 

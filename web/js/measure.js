@@ -1,16 +1,15 @@
 // @ts-check
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
-import { $, brief, bytes, make, number, on, say, tableRow } from "./dom.js";
+import { $, brief, bytes, number, on, say, tableRow } from "./dom.js";
 import { PARTS, STEPS, TILE } from "./facts.js";
 import { Plot } from "./plot.js";
 import { streams, traffic } from "./traffic.js";
 
-const N = 1024,
-  CALL = { heads: 4, N, d: 32 },
-  FLOPS = 4 * CALL.heads * N * N * CALL.d; // of the two products
+const N = 1024;
+export const CALL = { heads: 4, N, d: 32 }; // the call of attention that is timed
+const FLOPS = 4 * CALL.heads * N * N * CALL.d; // of the two products
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
-const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
 const EDGES = { left: 62, right: 624, top: 30, bottom: 352 };
 const NEAR = 1.4; // bandwidths within this factor share a name
 
@@ -55,12 +54,12 @@ export class MeasureView {
     let name, isCpu;
     for (const step of STEPS) {
       say("measure-status", `Step ${step} on the GPU …`);
-      const call = await engine.callWithShaders("gpuAttention", { step, ...CALL }),
+      const call = await engine.call("gpuAttention", { step, ...CALL }),
         { milliseconds: ms, isRight, why } = call;
       if (call.name) ({ name, isCpu } = call);
       if (why && !name) return [`The GPU was not measured: ${why}.`, []];
       const cells = isRight ? [brief(ms), brief(FLOPS / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
-      rows.push([`step ${step} on the GPU`, ...cells, ...HEADS.slice(3).fill("–")]);
+      rows.push([`step ${step} on the GPU`, ...cells, "–", "–", "–", "–"]);
     }
     return [`The GPU is ${name}${isCpu ? ", a driver on the CPU, so it is slow" : ""}.`, rows];
   }
@@ -71,7 +70,7 @@ export class MeasureView {
         counted = moved ? [bytes(moved), brief(intensity)] : ["–", "–"];
       return [part, brief(milliseconds), brief(speed / 1e9), share, ...counted, bytes(scratch)];
     });
-    $("figures").tHead.replaceChildren(make("tr", {}, ...HEADS.map((head) => make("th", {}, head))));
+    $("figures").hidden = false;
     $("figures").tBodies[0].replaceChildren(...[...rows, ...onGpu].map((cells) => tableRow(null, ...cells)));
   }
 

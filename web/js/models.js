@@ -5,7 +5,8 @@ import { MODELS } from "./facts.js";
 import { file, KERNELS, weightsOf } from "./files.js";
 import { unzipped } from "./zip.js";
 
-export const module = file(KERNELS).then(compiled);
+// All workers share one module: Firefox on two cores may compile no further one while it optimizes several.
+export const module = file(KERNELS).then((wasm) => WebAssembly.compile(wasm));
 module.catch(() => {}); // it is awaited with a model
 
 // A worker with a model of the page, and what its load() returns.
@@ -44,15 +45,6 @@ async function parsed(file) {
     return JSON.parse(await file.text());
   } catch (error) {
     throw new Error(`${file.name} is not JSON: ${error.message}`);
-  }
-}
-
-// All workers share one module: Firefox on two cores may compile no further one while it optimizes several.
-async function compiled(wasm) {
-  try {
-    return await WebAssembly.compile(wasm);
-  } catch {
-    throw new Error("this browser cannot run the kernels: it lacks SIMD");
   }
 }
 

@@ -21,7 +21,8 @@
 // or "weights", base: S's first query and key, frees: whether it drops all earlier scores, touched: the accesses in the loops' order}.
 // An access {m, i, c0, c1, w} is the columns [c0, c1) of row i of matrix m; w: written.
 import { read } from "./nest_reader.js";
-import { fail, ScriptError, size, span } from "./nest_values.js";
+import { fail, size, span } from "./nest_values.js";
+import { check } from "./problem.js";
 
 const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14 };
 const MOST_SCRATCH = 4; // matrices beside S, a corner of the board each
@@ -31,7 +32,7 @@ const ROWS = new Map(Object.entries({ Q: "query", O: "query", K: "key", V: "key"
 const range = ({ a, b }) => `${a}:${b}`;
 const named = (one, several, { a, b }) => (b - a === 1 ? `${one} ${b}` : `${several} ${a + 1} to ${b}`);
 
-// The walk of a script. left: keys before its own that a query sees. Raises ScriptError. `matrices` is known from the start; computed() and `isTurned`,
+// The walk of a script. left: keys before its own that a query sees. Raises Problem. `matrices` is known from the start; computed() and `isTurned`,
 // whether S has keys as rows, after the last frame. rows: those of a product of the kernels at a time.
 export class Nest {
   N = 0;
@@ -55,7 +56,7 @@ export class Nest {
 
   *frames() {
     yield* this.all(this.program);
-    if (!this.frame) throw new ScriptError("A line that reads, writes or multiplies was expected.");
+    check(this.frame, "A line that reads, writes or multiplies was expected.");
     yield this.frame;
   }
 

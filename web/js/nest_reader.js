@@ -113,7 +113,7 @@ class Line extends Expression {
   }
 }
 
-// The statements of a script: {line, run, isLoop, isNaming, body: statements}. Raises ScriptError.
+// The statements of a script: {line, run, isLoop, isNaming, body: statements}. Raises Problem.
 /** @param {string} script @returns {any[]} */
 export function read(script) {
   const lines = script.split("\n").map((text, n) => new Line(text, n + 1)).filter(({ code }) => code),

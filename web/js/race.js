@@ -3,9 +3,9 @@
 import { $, algorithmOf, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
 import { FASTEST, PARTS } from "./facts.js";
+import { CALL } from "./measure.js";
 import { openModel } from "./models.js";
 
-const CASE = { heads: 4, N: 1024, d: 32 };
 const MODEL = "shakes1024"; // has the long window
 const PROMPT = "GLOUCESTER:\n";
 const SEED = 1; // of the text that fills the window
@@ -95,7 +95,7 @@ export class RaceView {
   async alone() {
     const calls = [];
     for (const { name: part, operator } of PARTS) {
-      const { milliseconds } = await this.engine.call("attention", { part, ...CASE });
+      const { milliseconds } = await this.engine.call("attention", { part, ...CALL });
       calls.push({ part, title: `${part}, ${algorithmOf(operator)}`, milliseconds });
     }
     const timeOf = (name) => calls.find(({ part }) => part === name).milliseconds,
@@ -116,7 +116,7 @@ export class RaceView {
   // A call of the fastest step that the GPU runs, {name, isCpu, milliseconds}; undefined without one.
   async onGpu() {
     for (const step of FASTEST) {
-      const call = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
+      const call = await this.engine.call("gpuAttention", { step, ...CALL });
       if (call.isRight) return call;
     }
   }

@@ -1,10 +1,7 @@
 // @ts-check
 // Reads an untrusted safetensors file. It refuses what the Rust library refuses; the browser parses the JSON.
 
-// The message says what is wrong with a checkpoint.
-export class CheckpointError extends Error {}
-
-export function check(holds, message) { if (!holds) throw new CheckpointError(message); }
+import { check } from "./problem.js";
 
 const BYTES = { F64: 8, F32: 4, F16: 2, BF16: 2 }; // of the types that a model may have
 

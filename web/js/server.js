@@ -25,13 +25,14 @@ export class Server {
   halt() { this.stopped.abort(); }
 
   async begin({ model, prompt, seed, length, context, stop, ...choices }) {
-    const text = { model, prompt: prompt || "\n", seed: "SEED", max_tokens: length, context, ...(stop && { stop }) },
+    const { rawJSON } = /** @type {any} */ (JSON), // the seed may exceed 2^53
+      text = { model, prompt: prompt || "\n", seed: rawJSON(seed), max_tokens: length, context, ...(stop && { stop }) },
       body = { ...text, ...sampling(choices), stream: true };
     this.last = performance.now();
     const answer = await fetch(`${this.server.api}/completions`, {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body).replace('"seed":"SEED"', `"seed":${seed}`), // it may exceed 2^53
+      body: JSON.stringify(body),
       signal: this.stopped.signal,
     });
     if (!answer.ok) {

@@ -5,9 +5,9 @@ import { simulate } from "./caches.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Kernels } from "./kernels.js";
 import { Nest } from "./nest.js";
-import { ScriptError } from "./nest_values.js";
 import { PartNest } from "./part_nests.js";
-import { Gpu, Lost, Unfit } from "./gpu.js";
+import { Gpu } from "./gpu.js";
+import { Problem } from "./problem.js";
 import { timedStep } from "./gpu_attention.js";
 import { Training } from "./training.js";
 import { GpuDecoder, GpuModel } from "./gpu_decoder.js";
@@ -19,7 +19,7 @@ const FAR = 16; // characters
 const ENDLESS = 2 ** 31 - 1; // tokens of a text of a model with a window
 
 export class Session {
-  // module: of a build. {config, characters}. Raises CheckpointError if the files are not a
+  // module: of a build. {config, characters}. Raises Problem if the files are not a
   // checkpoint's.
   async load({ config, characters, weights, precision, module }) {
     this.module = module;
@@ -47,12 +47,12 @@ export class Session {
     this.handle = this.kernels.openCheckpoint(this.checkpoint);
   }
 
-  // Opens the GPU, for the checkpoint. shaders: WGSL. {name, isCpu} or {why}, a sentence.
-  async openGpu({ shaders }) {
+  // Opens the GPU, for the checkpoint. {name, isCpu} or {why}, a sentence.
+  async openGpu() {
     try {
       if (!this.gpu || this.gpu.gpu.isLost) {
         const precision = PRECISIONS[this.precision];
-        this.gpu = await GpuModel.of(await Gpu.open(), shaders, this.checkpoint, precision);
+        this.gpu = await GpuModel.of(await Gpu.open(), await shaders(), this.checkpoint, precision);
       }
       return { name: this.gpu.gpu.name, isCpu: this.gpu.gpu.isCpu };
     } catch (error) {
@@ -74,7 +74,7 @@ export class Session {
       this.writer = new Writer(this.onGpu, this.request);
       return {};
     } catch (error) {
-      return { ...this.beginOnCpu(), ...reason(error, Unfit) };
+      return { ...this.beginOnCpu(), ...reason(error) };
     }
   }
 
@@ -102,7 +102,7 @@ export class Session {
         this.wall.at(-1).prefill(ids, false);
       }
     } catch (error) {
-      ({ why } = reason(error, Unfit));
+      ({ why } = reason(error));
     }
     if (await gpu.device.popErrorScope()) why = `${gpu.name} has too little memory for so many texts`;
     return { why };
@@ -114,7 +114,7 @@ export class Session {
       const { tokens } = await this.wall[number].write(most);
       return { tokens, texts: this.wall[number].count, isLast: number === this.wall.length - 1 };
     } catch (error) {
-      return reason(error, Lost);
+      return reason(error);
     }
   }
 
@@ -136,7 +136,8 @@ export class Session {
     try {
       return await write();
     } catch (error) {
-      const lost = reason(error, Lost),
+      if (!this.onGpu) throw error;
+      const lost = reason(error),
         { written } = this.writer;
       this.onGpu = null;
       this.beginOnCpu();
@@ -189,8 +190,9 @@ export class Session {
   // q, k and v (T, d) of a head, and ALiBi's slope.
   heads({ of = "text", layer, head }) {
     const { at, T, d } = this.observations[of],
-      [q, k, v] = [0, 1, 2].map(() => new Float32Array(T * d));
-    for (const [which, to] of [q, k, v].entries()) this.kernels.call("observed", at, layer, head, which, to);
+      all = new Float32Array(3 * T * d);
+    this.kernels.call("observed", at, layer, head, all);
+    const [q, k, v] = [0, 1, 2].map((i) => all.slice(i * T * d, (i + 1) * T * d));
     return { q, k, v, T, d, slope: this.kernels.call("observed_slope", at, head) };
   }
 
@@ -208,7 +210,7 @@ export class Session {
         parts = Object.fromEntries(Object.keys(NESTS).map((name) => [name, own(name).frames.at(-1).bytes]));
       return { ...walk, parts };
     } catch (error) {
-      return reason(error, ScriptError);
+      return reason(error);
     }
   }
 
@@ -235,15 +237,15 @@ export class Session {
 
   // A step in WGSL, compared with part 4: {name, isCpu, milliseconds, isRight}, or {why} it does not run.
   /** @param {any} call */
-  async gpuAttention({ shaders, step, ...sizes }) {
+  async gpuAttention({ step, ...sizes }) {
     try {
       if (!this.measured || this.measured.isLost) this.measured = await Gpu.open();
       const floats = 4 * sizes.heads * sizes.N * sizes.d,
         copy = (_, data) => this.kernels.view(Float32Array, data, floats).slice(),
         example = this.called({ part: "part4", ...sizes }, copy);
-      return await timedStep(this.measured, shaders.steps[step], sizes, example);
+      return await timedStep(this.measured, (await shaders()).steps[step], sizes, example);
     } catch (error) {
-      return reason(error, Unfit, Lost);
+      return reason(error);
     }
   }
 
@@ -272,9 +274,11 @@ export class Session {
   }
 }
 
-// {why}, a sentence, of an error of these kinds; throws others again.
-function reason(error, ...kinds) {
-  if (kinds.some((kind) => error instanceof kind)) return { why: error.message };
+const shaders = async () => (await fetch(new URL("../shaders.json", import.meta.url))).json();
+
+// {why} of a Problem; throws others again.
+function reason(error) {
+  if (error instanceof Problem) return { why: error.message };
   throw error;
 }
 

@@ -1,6 +1,6 @@
 // @ts-check
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
-import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
+import { $, bytes, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./draw_tiles.js";
 import { NESTS, PARTS } from "./facts.js";
 import { fill } from "./choices.js";
@@ -36,10 +36,7 @@ export class TilesView extends Reading {
       if (target.value === "script") page.choices.script ||= this.nest();
       this.make();
     });
-    on("script", "input", ({ target }) => {
-      page.choose({ script: target.value });
-      this.make(true);
-    });
+    on("script", "input", () => this.make(true));
     on("as-script", "click", () => {
       const script = this.nest();
       page.choose({ part: "script" });
@@ -59,17 +56,17 @@ export class TilesView extends Reading {
     on("tiles-sizes", "input", () => this.make(true));
     on("row", "input", () => this.showRow());
     const go = (at) => {
-      this.playing = false;
+      this.play(false);
       this.go(at);
     };
     on("tiles-at", "input", ({ target }) => go(Number(target.value)));
     on("tiles-back", "click", () => go(this.at - 1));
     on("tiles-on", "click", () => go(this.at + 1));
-    on("tiles-play", "click", () => (this.isPlaying ? (this.playing = false) : this.play()));
+    on("tiles-play", "click", () => this.play(!this.isPlaying));
     addEventListener("resize", () => $("tiles").hidden || this.redraw());
   }
 
-  hide() { this.playing = false; }
+  hide() { this.play(false); }
 
   redraw() { this.go(this.at, false); }
 
@@ -159,7 +156,7 @@ export class TilesView extends Reading {
 
   // Says what is wrong with a script, or what it computes.
   judge({ why, computed }) {
-    if (why) this.playing = false;
+    if (why) this.play(false);
     $("script").ariaInvalid = String(Boolean(why));
     $("script-status").classList.toggle("problem", Boolean(why));
     const [scores, seen, rows, all] = computed?.map((count) => number(count)) ?? [];
@@ -246,22 +243,20 @@ export class TilesView extends Reading {
     return say("ml-text", now === 0 ? values : `${values}; ${moved}.`);
   }
 
-  async play() {
-    if (!this.frames) return;
-    this.playing = true;
-    if (this.at === this.frames.length - 1) this.at = -1;
-    for (let last = -Infinity; this.isPlaying; await frame()) {
-      if (performance.now() - last < A_FRAME_MS) continue;
-      last = performance.now();
-      this.go(this.at + 1);
-      if (this.at === this.frames.length - 1) break;
-    }
-    this.playing = false;
-  }
-
-  set playing(isPlaying) {
-    this.isPlaying = isPlaying;
-    $("frame").ariaBusy = String(isPlaying); // a screen reader reads the last frame only
-    say("tiles-play", isPlaying ? "Pause" : "Play");
+  // Plays from the next frame on, or after the last one from the first; isOn false pauses.
+  play(isOn) {
+    clearInterval(this.timer);
+    this.isPlaying = isOn && Boolean(this.frames);
+    $("frame").ariaBusy = String(this.isPlaying); // a screen reader reads the last frame only
+    say("tiles-play", this.isPlaying ? "Pause" : "Play");
+    if (!this.isPlaying) return;
+    const isLast = () => this.at === this.frames.length - 1,
+      next = () => {
+        this.go(this.at + 1);
+        if (isLast()) this.play(false);
+      };
+    if (isLast()) this.at = -1;
+    this.timer = setInterval(next, A_FRAME_MS);
+    next();
   }
 }

@@ -3,7 +3,8 @@
 // same training step. It uses no DOM, so it runs in node.
 import { shapes } from "./checkpoint.js";
 import * as facts from "./facts.js";
-import { Kernels, Refused } from "./kernels.js";
+import { Kernels } from "./kernels.js";
+import { check } from "./problem.js";
 import { writeSafetensors } from "./safetensors.js";
 import { CpuDecoder, Writer } from "./writer.js";
 
@@ -158,18 +159,17 @@ export class Training {
   async step() {
     const { recipe, ids, schedule, batch } = this,
       { block_size: T } = this.config,
-      tokens = new Int32Array(batch * (T + 1)),
       placeOf = (i) => (this.place + facts.GOLDEN * i) % 1,
       { average, covered } = recipe,
       decay = Math.min(average, 1 - 1 / Math.max(1, covered * schedule.done));
-    for (let i = 0; i < batch; i++) {
+    const taken = Array.from({ length: batch }, (_, i) => {
       const start = Math.floor(placeOf(i) * (ids.length - T));
-      tokens.set(ids.subarray(start, start + T + 1), i * (T + 1));
-    }
+      return ids.subarray(start, start + T + 1);
+    });
     this.place = placeOf(batch);
     const rates = [Math.fround(schedule.rate), Math.fround(decay)],
-      [loss, seconds] = await schedule.counted(() => this.kernels.call("training_step", this.at, tokens, ...rates));
-    if (!Number.isFinite(loss)) throw new Refused("the training loss became infinite: the training diverged");
+      [loss, seconds] = await schedule.counted(() => this.kernels.call("training_step", this.at, this.tokensOf(taken), ...rates));
+    check(Number.isFinite(loss), "the training loss became infinite: the training diverged");
     this.losses[0] += loss;
     this.losses[1]++;
     schedule.done++;
@@ -177,14 +177,20 @@ export class Training {
     return loss;
   }
 
+  /** The tokens of a batch's windows, of which there may be fewer, or a shorter last one. */
+  tokensOf(some) {
+    const tokens = new BigInt64Array(this.batch * (this.config.block_size + 1));
+    tokens.set(BigInt64Array.from(some.flatMap((ids) => [...ids]), BigInt));
+    return tokens;
+  }
+
   /** The mean loss of the averages on windows, of which only the last may be shorter, and the seconds that it took. */
   lossOn(held) {
     return this.schedule.counted(() => {
       let sum = 0;
       for (let i = 0; i < held.length; i += this.batch) {
-        const some = held.slice(i, i + this.batch),
-          tokens = Int32Array.from(some.flatMap((ids) => [...ids]));
-        sum += this.kernels.call("training_loss", this.at, tokens, tokens.length, tokens.length - some.length);
+        const some = held.slice(i, i + this.batch);
+        sum += this.kernels.call("training_loss", this.at, this.tokensOf(some), characters(some) - some.length);
       }
       return sum / (characters(held) - held.length);
     });

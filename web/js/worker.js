@@ -1,14 +1,13 @@
 // @ts-check
 // The worker: calls of a Session by messages {id, method, argument}.
 import { Session } from "./session.js";
-import { CheckpointError } from "./safetensors.js";
-import { Refused } from "./kernels.js";
+import { Problem } from "./problem.js";
 
 const session = new Session();
 
 // A sentence for the page.
 function sentence(error) {
-  if (error instanceof CheckpointError || error instanceof Refused) return error.message;
+  if (error instanceof Problem) return error.message;
   if (error instanceof WebAssembly.RuntimeError || error instanceof RangeError) {
     return `the kernels stopped, probably for want of memory (${error.message})`;
   }
@@ -22,7 +21,7 @@ async function answer({ id, method, argument }) {
     const transfer = arrays.filter(ArrayBuffer.isView).map(({ buffer }) => buffer);
     self.postMessage({ id, result }, { transfer });
   } catch (error) {
-    const spoilt = error instanceof Refused || error instanceof WebAssembly.RuntimeError;
+    const spoilt = error instanceof Problem || error instanceof WebAssembly.RuntimeError;
     if (spoilt && session.checkpoint) await session.restart().catch(() => {}); // the next call reports the reason
     self.postMessage({ id, error: sentence(error) });
   }
