@@ -31,6 +31,7 @@ OLDEST_TORCH = (2, 10)
 PACKAGES = (
     "click",
     "filelock",
+    "fsspec",
     "numpy",
     "platformdirs",
     "safetensors",

@@ -44,6 +44,12 @@ def here(*faults):
     return lambda order, shards: [Here(order, faults)]
 
 
+def processes(count):
+    """Workers in processes of this machine."""
+    with workers.here("cpu", count, None) as made:
+        return made
+
+
 def asking(settings, **changes):
     """The settings with another request."""
     return replace(settings, request=replace(settings.request, **changes))

@@ -37,7 +37,7 @@ MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # commands whose names n
 NEEDED = {
     **{name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")},
     "torch": "PyTorch: pip install torch pybind11",
-    **{name: f"{name}: pip install -e '.[cluster]'" for name in ("fsspec", "pyarrow", "ray")},
+    **{name: f"{name}: pip install -e '.[cluster]'" for name in ("pyarrow", "ray")},
     **dict.fromkeys(("fcntl", "grp", "pwd", "resource"), "Linux or a Mac; on Windows use WSL"),
 }
 # Words of the errors when memory runs out: PyTorch's, the kernels', a thread's that cannot be started.

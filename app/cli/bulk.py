@@ -1,6 +1,6 @@
 """bulk: very many texts in files, over processes, GPUs or a cluster."""
 
-from contextlib import AbstractContextManager, nullcontext
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GPU_SHARD_SIZE = 8192  # which are written at once, if the GPU's memory suffices
 SIZES = f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}"
 OUT = "Folder of the files, or its URL: s3://, gs:// and others of fsspec."
-TIMEOUT = "Seconds that a worker may take for a file; then it is killed, and the file tried again."
+TIMEOUT = "Seconds for a worker's start and for a file; then it is killed, and the file tried again."
 
 bulk_options = options.all_of(
     options.model,
@@ -83,23 +83,20 @@ def bulk(chosen: BulkOptions) -> bool:
     if chosen.texts is None and chosen.prompts is None:
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
-    from shakespeare.generation.many import bulk as writing_many
     from shakespeare.generation.many import cluster, workers
+    from shakespeare.generation.many.bulk import run
 
     out = chosen.out
     job = job_of(chosen)
-    numbers = chosen.workers, chosen.gpus
-    if chosen.ray is None:
-        place: AbstractContextManager = nullcontext(workers.here(chosen.device, *numbers))
-    else:
-        place = cluster.connected(chosen.ray, chosen.device, *numbers)
+    where = chosen.device, chosen.workers, chosen.gpus
+    place = cluster.connected(chosen.ray, *where) if chosen.ray else workers.here(*where)
 
     def show(state: "Progress") -> None:
-        update(completed=state.texts, total=state.total, description=described(state))
+        update(completed=state.texts, total=job.texts, description=described(state, job.texts))
 
     try:
         with progress(times=True) as (update, _), place as open_workers:
-            manifest = writing_many.run(job, out, open_workers, show, chosen.timeout, chosen.verify)
+            manifest = run(job, out, open_workers, show, chosen.timeout, chosen.verify)
     except (KeyboardInterrupt, SystemExit):
         notice(f"\nstopped; the same command goes on ({out})", nl=False)
         raise
@@ -110,10 +107,11 @@ def bulk(chosen: BulkOptions) -> bool:
     line = f"{out}: {texts:,} texts, {tokens:,} tokens in {len(manifest.shards):,} files"
     if rejected:
         line += f"; {rejected} lines were rejected"
-    if not manifest.complete:
+    complete = manifest.content["complete"]
+    if not complete:
         line += f"; {len(manifest.content['failed'])} files were left out"
     notice(line)
-    return manifest.complete
+    return complete
 
 
 def job_of(chosen: BulkOptions) -> "Job":
@@ -130,29 +128,25 @@ def job_of(chosen: BulkOptions) -> "Job":
     if chosen.format == "parquet":
         import pyarrow  # noqa: F401  # before anything is written
     checkpoint = load(chosen.model)
-    text = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
-    prompt: str | Prompts = text
-    request = options.first_request(chosen, checkpoint, text)
-    texts = chosen.texts or 0
-    capacity: int | None = capacity_for(checkpoint, request)
-    if chosen.prompts:
-        prompt = Prompts(chosen.prompts, shard_size)
-        texts = prompt.lines
-        capacity = None
+    prompts = Prompts(chosen.prompts, shard_size) if chosen.prompts else None
+    prompt = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
+    request = options.first_request(chosen, checkpoint, prompt)
+    capacity = None if prompts else capacity_for(checkpoint, request)
+    texts = prompts.lines if prompts else chosen.texts or 0
     br = bc = None
     if PARTS[chosen.part].tiled and not on_gpus:
         br, bc = default_tile.DEFAULT  # tuned tiles differ between machines, and with them the last bits
     engine = EngineOptions.from_names(vars(chosen), threads=1, capacity=capacity, br=br, bc=bc)
     settings = shards.Settings(chosen.model, shards.fingerprint(checkpoint), engine, request, chosen.format)
-    job = Job(settings, texts, shard_size, prompt, drawn=chosen.seed == RANDOM)
     if not (chosen.ray and on_gpus):  # Ray's driver may have no GPU
         shards.Scribe(replace(settings, model=checkpoint), shard_size)  # compiles what workers load
-    return job
+    return Job(settings, texts, shard_size, prompts or prompt, chosen.seed == RANDOM)
 
 
-def described(state: "Progress") -> str:
+def described(state: "Progress", total: int) -> str:
     """The line beside the bar: texts, the speed of all devices and of each, workers lost."""
-    speeds = {device: texts / state.seconds for device, texts in sorted(state.devices.items())}
+    seconds = time.monotonic() - state.began
+    speeds = {device: texts / seconds for device, texts in sorted(state.devices.items())}
     each = ", ".join(f"{device}: {speed:,.0f}" for device, speed in speeds.items())
-    speed = f"{sum(speeds.values()):,.0f} texts/s ({each}), {state.tokens / state.seconds:,.0f} tokens/s"
-    return f"{state.texts:,} of {state.total:,} texts, {speed}, {state.lost} workers lost"
+    speed = f"{sum(speeds.values()):,.0f} texts/s ({each}), {state.tokens / seconds:,.0f} tokens/s"
+    return f"{state.texts:,} of {total:,} texts, {speed}, {state.lost} workers lost"

@@ -25,19 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """The progress of a job. texts counts all runs; tokens, texts by device, and seconds count this one."""
+    """The progress of a job. texts counts all runs; tokens and texts by device count this one.
 
-    total: int
+    began: the time of this run's beginning, as time.monotonic() gives it.
+    """
+
     texts: int
     tokens: int = 0
     lost: int = 0
     devices: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since this run began."""
-        return time.monotonic() - self.began
 
 
 def run(
@@ -48,7 +45,7 @@ def run(
     timeout: float = SHARD_SECONDS,
     verify: bool = False,
 ) -> Manifest:
-    """Write the missing shards of a job; return its manifest, whose `complete` says whether all are written.
+    """Write the missing shards of a job; return its manifest. 'complete' there says whether all are written.
 
     What the user should know is logged. out: a folder's name, or a URL of fsspec. open_workers: makes workers
     for an order, at most one for each of this number of shards. timeout: seconds that a worker may take to
@@ -59,16 +56,11 @@ def run(
     store = open_store(out)
     with store.locked():
         manifest = Manifest(store, out, job, verify)
-        if manifest.changed:
-            which = (
-                f"{len(manifest.changed)} files are missing or changed, the first is {manifest.changed[0]}"
-            )
-            log.warning(f"{which}; they are written again")
         manifest.save()
         missing = [task for name, task in job.tasks.items() if name not in manifest.shards]
         if missing:
-            order = Order(manifest.settings, min(job.shard_size, job.texts), out)
-            workers = open_workers(order, len(missing))
+            most = min(job.shard_size, job.texts)
+            workers = open_workers(Order(manifest.settings, most, out), len(missing))
             try:
                 asyncio.run(_write_all(manifest, missing, workers, progress, timeout))
             finally:
@@ -87,7 +79,7 @@ async def _write_all(
 ) -> None:
     """Let the workers write the missing shards. Record each shard and each failure."""
     job = manifest.job
-    state = Progress(job.texts, job.texts - sum(task.count for task in missing))
+    state = Progress(job.texts - sum(task.count for task in missing))
     attempts: Counter[str] = Counter()
     in_a_row = 0
     queue: asyncio.Queue[Task] = asyncio.Queue()
@@ -107,8 +99,7 @@ async def _write_all(
             except Exception as error:
                 begun = False
                 in_a_row += 1
-                name = "" if isinstance(error, BulkError) else f"{type(error).__name__}: "
-                reason = f"{name}{error}".partition("\n")[0]
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 if task:
                     state.lost += 1
                     manifest.content["workers_lost"].append({"shard": task.name, "reason": reason})
@@ -156,8 +147,8 @@ async def _turn(worker: Worker, task: Task | None, timeout: float) -> Any:
             outcome = await asyncio.wrap_future(worker.start(task))
     except TimeoutError:
         worker.end()
-        what = task.name if task else "its start"
-        reason = f"a worker took more than {timeout:g} s for {what} and was killed"
+        name = task.name if task else "its start"
+        reason = f"a worker took more than {timeout:g} s for {name} and was killed"
         log.warning(reason)
         raise BulkError(reason) from None
     if isinstance(outcome, Exception):

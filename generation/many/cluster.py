@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import shakespeare
@@ -21,31 +21,34 @@ from shakespeare.generation.many.workers import Order, Worker, work
 from shakespeare.model.checkpoint import load
 
 
+@dataclass
 class Actor:
     """The actor's own side."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    order: Order
 
     def work(self, task: Task | None) -> Any:
         """As work()."""
         return work(self.order, task)
 
 
+@dataclass
 class RayWorker:
-    """An actor as the driver sees it. ray: the module, initialised."""
+    """An actor as the driver sees it. order: Ray's reference, which the actor reads when it starts again."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray = ray
-        self._actor = actor
+    actor: Any
+    order: Any
 
     def start(self, task: Task | None) -> Future:
         """As Worker.start(). It lasts as long as there is no room for the actor."""
-        return self._actor.work.remote(task).future()
+        # To begin, it waits until it has started again.
+        return self.actor.work.options(max_task_retries=0 if task else -1).remote(task).future()
 
     def end(self) -> None:
         """As Worker.end()."""
-        self._ray.kill(self._actor, no_restart=False)
+        import ray
+
+        ray.kill(self.actor, no_restart=False)
 
 
 @contextmanager
@@ -66,22 +69,18 @@ def connected(
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
     try:
-        has = ray.cluster_resources()
-        room = int(has.get("CPU", 0))
-        needs: dict[str, Any] = {"num_cpus": 1}
-        if device == "cuda":
-            found = int(has.get("GPU", 0))
-            if found < (gpus or 1):
-                raise BulkError(f"--gpus is {gpus or 1}; the Ray cluster has {found}")
-            room = GPU_WORKERS * (gpus or found)
-            needs["num_gpus"] = 1 / GPU_WORKERS
+        cuda = device == "cuda"
+        found = int(ray.cluster_resources().get("GPU" if cuda else "CPU", 0))
+        if cuda and found < (gpus or 1):
+            raise BulkError(f"--gpus is {gpus or 1}; the Ray cluster has {found}")
+        share = 1 / GPU_WORKERS if cuda else 0
+        room = GPU_WORKERS * (gpus or found) if cuda else max(1, found)
 
         def made(order: Order, shards: int) -> list[Worker]:
-            actor = ray.remote(**needs, max_restarts=-1)(Actor)
+            actor = ray.remote(num_cpus=1, num_gpus=share, max_restarts=-1)(Actor)
             model: Any = load(order.settings.model)
             sent = ray.put(replace(order, settings=replace(order.settings, model=model)))
-            count = max(1, min(workers or room, shards))
-            return [RayWorker(ray, actor.remote(sent)) for _ in range(count)]
+            return [RayWorker(actor.remote(sent), sent) for _ in range(min(workers or room, shards))]
 
         yield made
     finally:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext.checks import set_whole, type_text
+from shakespeare.attention_ext.checks import type_text
 from shakespeare.generation.many import SHARD_SIZE
 from shakespeare.generation.many.shards import Settings, Task
 from shakespeare.generation.many.stores import MANIFEST, Store
@@ -39,10 +39,8 @@ class Job:
     drawn: bool = False
 
     def __post_init__(self) -> None:
-        set_whole(self, "texts", "shard_size")
-        for name, number in (("texts", self.texts), ("shard_size", self.shard_size)):
-            if number < 1:
-                raise BulkError(f"{name} is {number}; it must be at least 1")
+        if self.texts < 1:
+            raise BulkError(f"texts is {self.texts}; it must be at least 1")
         seed = self.settings.request.seed
         if seed + self.texts - 1 > LARGEST_SEED:
             raise BulkError(f"seed is {seed}; the last text's must be less than 2**63")
@@ -64,11 +62,12 @@ class Job:
     @cached_property
     def tasks(self) -> dict[str, Task]:
         """All shards, without their lines, by their files' names."""
-        tasks = {}
-        for first in range(0, self.texts, self.shard_size):
-            name = f"texts-{first:012d}.{self.settings.format}"
-            tasks[name] = Task(name, first, min(self.shard_size, self.texts - first))
-        return tasks
+        size = self.shard_size
+        tasks = [
+            Task(f"texts-{first:012d}.{self.settings.format}", first, min(size, self.texts - first))
+            for first in range(0, self.texts, size)
+        ]
+        return {task.name: task for task in tasks}
 
 
 class Prompts:
@@ -109,15 +108,15 @@ class Prompts:
 class Manifest:
     """A job's record in its store, replaced as a whole. settings: the job's, with the recorded seed.
 
-    Shards whose file is missing or was changed are removed from the record; `changed` has their names. A file
-    is read if its stamp is another one than when it was written, or to verify it. Raises BulkError for
-    another job's or if it is damaged.
+    Shards whose file is missing or was changed are logged and removed from the record. A file is read if its
+    stamp is another one than when it was written, or to verify it. Raises BulkError for another job's or if
+    it is damaged.
     """
 
     def __init__(self, store: Store, out: str, job: Job, verify: bool = False) -> None:
         self.store = store
         self.job = job
-        self._saved = b""
+        self._saved = b""  # what is in the file
         request = job.request()
         self.content: dict[str, Any] = {
             "version": VERSION,
@@ -130,12 +129,12 @@ class Manifest:
         }
         files = store.files()
         other = "choose another directory"
-        if MANIFEST not in files and any(name.startswith("texts-") for name in files):
-            raise BulkError(f"{out} has texts, but no {MANIFEST}; {other}")
         try:
             if MANIFEST in files:
                 self._read()
-            recorded = {**self.content["request"]}
+            elif any(name.startswith("texts-") for name in files):
+                raise BulkError(f"{out} has texts, but no {MANIFEST}; {other}")
+            recorded = self.content["request"]
             if job.drawn:
                 request["seed"] = recorded["seed"]
             names = [name for name in recorded | request if recorded.get(name) != request.get(name)]
@@ -143,52 +142,52 @@ class Manifest:
                 raise BulkError(f"{out} holds texts of another request ({', '.join(names)}); {other}")
             first = replace(job.settings.request, seed=request["seed"])
             self.settings = replace(job.settings, request=first)
-            self.changed = self._check_files(files, verify)
+            self._check_files(files, verify)
             self.totals()
         except BulkError:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise BulkError(f"{out}/{MANIFEST} is damaged ({error}); remove it, or {other}") from None
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise BulkError(
+                f"{out}/{MANIFEST} cannot be continued ({error}); remove it, or {other}"
+            ) from None
 
     def _read(self) -> None:
-        """Take the content of the file. Raises an error unless it has the form that save() writes."""
         with self.store.open(MANIFEST) as file:
-            found = json.load(file)
-        version = found["version"]
-        if version != VERSION:
-            raise BulkError(f"{MANIFEST} has version {version}; this program writes {VERSION}")
+            self._saved = file.read()
+        found = json.loads(self._saved)
+        if found["version"] != VERSION:
+            raise ValueError(f"its version is {found['version']}; this program writes {VERSION}")
         for name, empty in self.content.items():
             if type(found[name]) is not type(empty):
                 raise TypeError(f"{name} is {type_text(found[name])}")
         self.content = found
 
-    def _check_files(self, files: dict[str, list], verify: bool) -> list[str]:
-        """Remove shards of missing and changed files; return their names."""
-        unknown = self.shards.keys() - self.job.tasks.keys()
-        if unknown:
-            raise ValueError(f"the job has no file {min(unknown)!r:.100}")
+    def _check_files(self, files: dict[str, list], verify: bool) -> None:
+        """Keep the job's shards whose files are there and unchanged."""
+        found = self.shards
+        self.content["shards"] = {}
         changed = []
-        for name, shard in list(self.shards.items()):
+        for name in filter(found.__contains__, self.job.tasks):
+            shard = found[name]
             stamp = files.get(name)
             if stamp and (verify or stamp != shard["stamp"]):
                 with self.store.open(name) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                         stamp = None
-            shard["stamp"] = stamp
-            if stamp is None:
+            if stamp:
+                self.shards[name] = shard | {"stamp": stamp}
+            else:
                 changed.append(name)
-                del self.shards[name]
-        return changed
+        if changed:
+            log.warning(
+                f"{len(changed)} files are missing or changed, the first is {changed[0]}; "
+                "they are written again"
+            )
 
     @property
     def shards(self) -> dict[str, dict[str, Any]]:
         """The complete shards, by the file's name."""
         return self.content["shards"]
-
-    @property
-    def complete(self) -> bool:
-        """Whether all shards are."""
-        return len(self.shards) == len(self.job.tasks)
 
     def totals(self) -> tuple[int, int, int]:
         """The texts, the tokens and the rejected lines of the complete shards."""
@@ -203,9 +202,10 @@ class Manifest:
         if machine not in machines:
             machines.append(machine)
             if len(machines) > 1:
-                which = f"{machine['processor']} ({machine['instructions']})"
-                unlike = f"{which}, others from unlike processors or versions, see {MANIFEST}"
-                log.warning(f"warning: {name} comes from {unlike}: another run may give other bytes")
+                log.warning(
+                    f"warning: {name} comes from {machine['processor']}, others from unlike processors or "
+                    f"versions, see {MANIFEST}: another run may give other bytes"
+                )
         for rejected in shard["rejected"]:
             log.warning(f"line {rejected['line']}: {rejected['error']}")
         self.content["failed"].pop(name, None)
@@ -213,9 +213,9 @@ class Manifest:
 
     def save(self) -> None:
         """Replace the file, if anything has changed."""
-        self.content["complete"] = self.complete
+        self.content["complete"] = len(self.shards) == len(self.job.tasks)
         self.content["shards"] = dict(sorted(self.shards.items()))
         data = (json.dumps(self.content, indent=1) + "\n").encode()
         if data != self._saved:
-            self.store.write(MANIFEST, data)
+            self.store.write(MANIFEST, data, new=not self._saved)
             self._saved = data

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, Protocol
@@ -38,11 +39,9 @@ class Worker(Protocol):
 
     def start(self, task: Task | None) -> Future:
         """Let it work() on a task, or for None begin, also after its death, which is its future's error."""
-        ...
 
     def end(self) -> None:
         """Kill it."""
-        ...
 
 
 @functools.cache
@@ -66,31 +65,30 @@ def work(order: Order, task: Task | None) -> dict[str, Any] | Exception | None:
             return None
         data, record = scribe.write(task)
         stamp = open_store(order.out).write(task.name, data)
-        device = platform.node()
-        if os.environ.get(VISIBLE):
-            device += f" GPU {os.environ[VISIBLE]}"
-        return record | {"stamp": stamp, "device": device}
+        node = platform.node()
+        gpu = os.environ.get(VISIBLE)
+        return record | {"stamp": stamp, "device": f"{node} GPU {gpu}" if gpu else node}
     except Exception as error:
         return error
 
 
+@dataclass
 class Process:
     """A process of this machine: a pool of one, so that its death costs one shard. gpu: its VISIBLE."""
 
-    def __init__(self, order: Order, gpu: str | None = None) -> None:
-        self._order = order
-        self._gpu = gpu
-        self.pool: Any = None
+    order: Order
+    gpu: str | None = None
+    pool: Any = None
 
     def start(self, task: Task | None) -> Future:
         """As Worker.start()."""
         if task is None:
             spawn = multiprocessing.get_context("spawn")
-            self.pool = ProcessPoolExecutor(1, spawn, _begin, (self._gpu,))
+            self.pool = ProcessPoolExecutor(1, spawn, _begin, (self.gpu,))
         if sys.platform != "win32":  # Ctrl-C reaches all processes of a terminal; only the driver handles it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self.pool.submit(work, self._order, task)
+            return self.pool.submit(work, self.order, task)
         finally:
             if sys.platform != "win32":
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -110,29 +108,30 @@ def _begin(gpu: str | None) -> None:
 
 def _end_with_driver() -> None:
     """A pool's process would wait for its next task also when the driver was killed."""
-    driver = multiprocessing.parent_process()
-    if driver:
-        driver.join()
-        os._exit(1)
+    driver: Any = multiprocessing.parent_process()
+    driver.join()
+    os._exit(1)
 
 
-def here(device: str, workers: int | None, gpus: int | None) -> Callable[[Order, int], list[Worker]]:
+@contextmanager
+def here(
+    device: str, workers: int | None, gpus: int | None
+) -> Iterator[Callable[[Order, int], list[Worker]]]:
     """What makes workers on this machine: `workers`, else one a core, or GPU_WORKERS a GPU.
 
     gpus: the most to use. Raises BulkError if there are fewer.
     """
     used: list[Any] = [None] * cores() if device == "cpu" else visible_gpus(gpus) * GPU_WORKERS
-    count = workers or len(used)
-    return lambda order, shards: [Process(order, gpu) for gpu in islice(cycle(used), min(count, shards))]
+    places = list(islice(cycle(used), workers or len(used)))
+    yield lambda order, shards: [Process(order, gpu) for gpu in places[:shards]]
 
 
 def visible_gpus(count: int | None) -> list[str]:
     """The first `count` of the GPUs that this process may use, or all. Raises BulkError for too many."""
     from shakespeare.attention_ext.cuda import driver
 
-    found = [str(index) for index in range(driver.count())]
-    if VISIBLE in os.environ:
-        found = os.environ[VISIBLE].split(",")[: len(found)]
-    if (count or 1) > len(found):
-        raise BulkError(f"--gpus is {count or 1}; this process may use {len(found)}")
+    number = driver.count()
+    found = os.environ.get(VISIBLE, ",".join(map(str, range(number)))).split(",")[:number]
+    if (count or 1) > number:
+        raise BulkError(f"--gpus is {count or 1}; this process may use {number}")
     return found[:count]

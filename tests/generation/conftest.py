@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, asking, files, run
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, asking, files, processes, run
 from support import full
 
 from shakespeare import load
@@ -15,7 +15,7 @@ from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precisio
 from shakespeare.generation.engines import cuda, layouts
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.many import shards, workers
+from shakespeare.generation.many import shards
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.shards import Settings
 from shakespeare.generation.request import Request
@@ -105,5 +105,5 @@ def long(job) -> Job:
 @pytest.fixture(scope="session")
 def long_expected(long, tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("long")
-    run(long, directory, workers.here("cpu", 2, None))
+    run(long, directory, processes(2))
     return files(directory)

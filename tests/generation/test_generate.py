@@ -177,7 +177,7 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes, c
     assert repr(request) == repr(Request([1], seed=2, max_new_tokens=3, logprobs=1))
     request = Request([1], seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
     settings = Settings("m", "", EngineOptions(br=np.int64(8), bc=8), request)
-    assert Job(settings, np.int64(3)).request()["seed"] == 1  # as JSON
+    assert Job(settings, 3).request()["seed"] == 1  # as JSON
     for wrong in (5, None, shakes.model):
         with naming(wrong), pytest.raises(TypeError, match="model is an? .*; it must be a name, a path or"):
             generate(wrong)

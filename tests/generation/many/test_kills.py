@@ -9,13 +9,15 @@ import multiprocessing
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bulk_jobs import check, files, run
+from bulk_jobs import asking, check, files, processes, run
 
-from shakespeare.generation.many import cluster, workers
+from shakespeare import load
+from shakespeare.generation.many import cluster, shards, workers
 from shakespeare.generation.many.jobs import MANIFEST, BulkError
 
 pytestmark = pytest.mark.full
@@ -25,10 +27,10 @@ with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no er
 
 def drive(job, out: Path, address: str | None) -> None:
     """A driver in a process of its own, until its job is complete."""
-    place = contextlib.nullcontext(workers.here("cpu", 2, None))
+    place = workers.here("cpu", 2, None)
     if address:
         place = cluster.connected(address, "cpu", None, None)
-    with place as open_workers, contextlib.suppress(BulkError):
+    with place as open_workers:
         run(job, out, open_workers)
 
 
@@ -70,6 +72,7 @@ def kill_at_random_moments(job, expected, out: Path, kill, address: str | None =
                 driver.join(chance.uniform(0, 4))
                 if driver.is_alive() and killed < KILLS:
                     killed += kill(driver, chance)
+            assert driver.exitcode in (0, -signal.SIGKILL)
             with contextlib.suppress(OSError):
                 complete = json.loads((directory / MANIFEST).read_text())["complete"]
         check(directory, expected, job.texts)
@@ -99,7 +102,7 @@ def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, t
     stopped = []
 
     def opened(order, shards):
-        (made,) = workers.here("cpu", 1, None)(order, shards)
+        (made,) = processes(1)(order, shards)
         start = made.start
 
         def started(task):
@@ -116,7 +119,7 @@ def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, t
     lost = check(tmp_path, expected)["workers_lost"]
     reason = f"a worker took more than 15 s for {min(expected) if begun else 'its start'} and was killed"
     assert reason in caplog.messages
-    assert not begun or {"shard": min(expected), "reason": reason} in lost
+    assert not begun or {"shard": min(expected), "reason": f"BulkError: {reason}"} in lost
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +159,21 @@ def test_actors_bring_the_package_and_need_the_folder(nodes, job, tmp_path, monk
     with pytest.raises(BulkError, match="--gpus is 1; the Ray cluster has 0"):
         with cluster.connected(nodes.address, "cuda", None, None):
             pass
+
+
+@with_ray
+def test_an_actor_that_starts_again_has_its_model(nodes, job, tmp_path):
+    """One that is too large for a message: Ray keeps it as long as the driver does."""
+    checkpoint = load("shakes128")
+    changed = asking(job.settings, ids=tuple(checkpoint.tokenizer.encode("\n")), max_new_tokens=5)
+    settings = replace(changed, model="shakes128", fingerprint=shards.fingerprint(checkpoint))
+    (tmp_path / MANIFEST).touch()
+    with cluster.connected(nodes.address, "cpu", None, None) as open_workers:
+        (worker,) = open_workers(cluster.Order(settings, 4, str(tmp_path)), 1)
+        for _ in range(2):
+            assert worker.start(None).result(60) is None
+            assert worker.start(shards.Task("texts-0", 0, 4)).result(60)["texts"] == 4
+            assert kill_one(actors(), random)
 
 
 @with_ray

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
-from bulk_jobs import Death, here
+from bulk_jobs import Death, here, processes
 
-from shakespeare.generation.many import bulk, workers
-from shakespeare.generation.many.jobs import MANIFEST
-from shakespeare.generation.many.stores import open_store
+from shakespeare.generation.many import bulk
+from shakespeare.generation.many.jobs import Manifest
+from shakespeare.generation.many.stores import MANIFEST, open_store
 
 with_moto = pytest.mark.filterwarnings("default")  # botocore's own warnings are no errors
 
@@ -38,6 +40,7 @@ def bucket(monkeypatch):
     system.mkdir("texts")
     open_store.cache_clear()
     yield "s3://texts/some/job", system
+    system.rm("texts", recursive=True)  # moto keeps it for the next server of the process
     server.stop()
     s3fs.S3FileSystem.clear_instance_cache()
     open_store.cache_clear()
@@ -57,8 +60,8 @@ def test_processes_write_to_s3_and_the_job_goes_on(job, expected, bucket, cli, m
     with pytest.raises(KeyboardInterrupt):
         bulk.run(job, out, here(None, None, Death("gone"), KeyboardInterrupt()))
     assert len(objects(system)) == 2
-    manifest = bulk.run(job, out, workers.here("cpu", 2, None))
-    assert manifest.complete and objects(system) == expected
+    manifest = bulk.run(job, out, processes(2))
+    assert manifest.content["complete"] and objects(system) == expected
     first, second, *_ = sorted(expected)
     with system.open(f"{out}/{first}", "wb") as file:
         file.write(b"changed")
@@ -73,6 +76,25 @@ def test_processes_write_to_s3_and_the_job_goes_on(job, expected, bucket, cli, m
     line = cli("bulk", "-m", model, "--texts", 3, "--out", "s3://nowhere/a", code=2).stderr
     assert line.count("\n") == 1 and "s3://nowhere/a" in line
     assert json.loads(system.cat_file(f"{out}/{MANIFEST}"))["complete"]
+
+
+@with_moto
+def test_two_jobs_at_once_write_the_same_or_one_is_refused(job, expected, bucket):
+    """A URL has no lock: two equal jobs write each file twice. Of two that begin at once, one ends."""
+    out, system = bucket
+    Manifest(open_store(out), out, job).save()
+    with ThreadPoolExecutor(2) as both:
+        jobs = [both.submit(bulk.run, job, out, processes(1)) for _ in range(2)]
+        assert all(each.result().content["complete"] for each in jobs)
+    assert objects(system) == expected
+    bulk.run(job, out, Mock(side_effect=AssertionError("nothing is left to do")))
+    system.rm("texts/some", recursive=True)
+    store = open_store(out)
+    first, second = (Manifest(store, out, replace(job, texts=texts)) for texts in (9, 10))
+    first.save()
+    with pytest.raises(FileExistsError):
+        second.save()
+    first.save()
 
 
 def test_a_store_that_renames_gets_a_temporary_name_first(tmp_path, monkeypatch):
@@ -98,8 +120,3 @@ def test_a_store_that_renames_gets_a_temporary_name_first(tmp_path, monkeypatch)
         assert len(seen) == 2 and all(path.endswith(".unfinished") for path in seen)
         assert len(store.files()) == 2
     assert store.files().keys() == {"texts-1"}  # what was left is removed at the end
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a folder's URL has no drive here")
-def test_a_file_url_is_a_folder(tmp_path):
-    assert open_store(f"file://{tmp_path}").path == tmp_path
