@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -218,6 +217,7 @@ def compiled(build: str) -> Path:
     zig = importlib.util.find_spec("ziglang")
     if not zig or not zig.origin:
         raise BuildError(NO_ZIG)
+    folder = Path(zig.origin).parent
     plain = (*FLAGS, *native.DEFINES)
     vectors = found(CSRC, *VECTORS)
     others = [path for folder in FOLDERS for path in found(folder, "*.cpp") if path.name not in LEFT_OUT]
@@ -227,9 +227,9 @@ def compiled(build: str) -> Path:
         name=f"attention_ext_web_{build}",
         file="kernels.wasm",
         what=f"the kernels to WebAssembly ({build}){ONCE if build == next(iter(BUILDS)) else ''}",
-        compiler=(sys.executable, "-m", "ziglang", "c++"),
+        compiler=(str(folder / "zig"), "c++"),
         flags=(*plain, *LIBRARY_FLAGS),
-        sources=found(Path(zig.origin).parent / "lib" / "libcxx" / "src", *LIBRARY),
+        sources=found(folder / "lib" / "libcxx" / "src", *LIBRARY),
         folders=(CSRC, *FOLDERS),
         link=(*FLAGS, "-nostdlib++"),
     )
