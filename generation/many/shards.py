@@ -41,7 +41,7 @@ class Settings:
     fingerprint: str
     engine: EngineOptions
     request: Request
-    format: str = "jsonl"
+    format: str
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def settings(model) -> Settings:
     request = Request(tuple(checkpoint.tokenizer.encode("\n")), max_new_tokens=TOKENS, seed=5)
     br, bc = default_tile.DEFAULT
     engine = EngineOptions(threads=1, capacity=checkpoint.config.block_size, br=br, bc=bc)
-    return Settings(str(model), shards.fingerprint(checkpoint), engine, request)
+    return Settings(str(model), shards.fingerprint(checkpoint), engine, request, "jsonl")
 
 
 @pytest.fixture(scope="session")

@@ -176,7 +176,7 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes, c
     request = Request([1], seed=np.int64(2), max_new_tokens=np.array(3), logprobs=torch.tensor(1))
     assert repr(request) == repr(Request([1], seed=2, max_new_tokens=3, logprobs=1))
     request = Request([1], seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
-    settings = Settings("m", "", EngineOptions(br=np.int64(8), bc=8), request)
+    settings = Settings("m", "", EngineOptions(br=np.int64(8), bc=8), request, "jsonl")
     assert Job(settings, 3).request()["seed"] == 1  # as JSON
     for wrong in (5, None, shakes.model):
         with naming(wrong), pytest.raises(TypeError, match="model is an? .*; it must be a name, a path or"):
