@@ -347,7 +347,8 @@ Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrice
     return call;
 }
 
-// Whether q lies as (B, Nq, H, d), as models and flash-attn have it. attention_ext/cuda/operators.py says it too.
+// Whether q lies as (B, Nq, H, d), as models and flash-attn have it. attention_ext/cuda/operators.py says it
+// too.
 bool heads_beside(const Tensor& q) {
     int64_t dense = 1;
     for (const int i : {3, 1, 2, 0}) {

@@ -300,7 +300,8 @@ __device__ inline void predict(const Step& s) {
 
 // Multiples of the golden ratio, modulo 1, cover the text evenly, however many there are. last: where the last
 // window ends before.
-extern "C" __global__ void take_batch(const Step s, const ID* ids, long long last, double place, double golden) {
+extern "C" __global__ void take_batch(const Step s, const ID* ids, long long last, double place,
+                                      double golden) {
     wait_for_launches();
     const double at = place + ((double)*s.updates * gridDim.x + blockIdx.x) * golden;
     const long long start = (long long)((at - floor(at)) * (double)last);
