@@ -11,6 +11,7 @@ trap 'for job in $(jobs -p); do kill -- "-$job" 2>> "$work/ended" || true; done;
 start() {
     local name=$1
     shift
+    touch "$work/$name" "$work/$name.err"  # the job may come to it later than finish(), whose tail then gives up
     "$@" > "$work/$name" 2> "$work/$name.err" < /dev/null &
 }
 
