@@ -35,6 +35,7 @@ from shakespeare.lab.cuda.device import Gpu
 from shakespeare.lab.eval import held_out_loss
 from shakespeare.lab.formats import counted, markdown
 
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 TARGET = 1.4697  # nats per character: nanoGPT's, in 3 minutes of an A100
 LAST = (0.9, 1.0)  # shares of the text between which a record is evaluated
 INNER = (0.855, 0.9)  # and between which recipes are chosen
@@ -92,8 +93,9 @@ def limit_of_next(losses: Sequence[float]) -> float:
 
 def checked(record: dict[str, Any], name: str) -> dict[str, Any]:
     """The record. Raises ValueError unless it is complete and reaches its target; name: of its file."""
-    if record.get("format") != FORMAT:
-        raise ValueError(f"{name} has format {record.get('format')!r}; it must be {FORMAT}")
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{name} has format {found!r}; it must be {FORMAT}")
     runs = record.get("runs", [])
     parts = [(record, FIELDS), (record.get("machine", {}), FACTS), *((run, OF_RUN) for run in runs)]
     for part, fields in parts:
@@ -194,8 +196,8 @@ def row(record: dict[str, Any]) -> list[str]:
 @options.number("--target", "Loss to reach, in nats per character.", maximum=100, default=TARGET)
 @options.integer("--steps", "Training steps of a run.", show_default="the recipe's", default=None)
 @options.flag("--inner", "Evaluate on 85.5 to 90 % of the text, to choose a recipe.")
-@options.path("--check", "file", "Run a record's recipe on a new seed, and compare.")
-@options.folder("--table", "folder", "Print the table of the records in this folder.")
+@options.file("--check", "file", "Run a record's recipe on a new seed, and compare.", exists=True)
+@options.option("--table", "folder", "Print the table of the records in this folder.", type=FOLDER)
 @options.save("speedrun", "the runs as a record")
 @click.argument("others", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF TRAIN]")
 def main(corpus_file, device, threads, seeds, target, steps, inner, file, folder, save, others) -> None:
@@ -253,6 +255,7 @@ def main(corpus_file, device, threads, seeds, target, steps, inner, file, folder
     click.echo(f"\nmedian: {seconds:.1f} s from Enter, {training:.1f} s of training")
     busy = machine.busy_text(load.others(), threads)
     losses = [each["loss"] for each in runs]
+    chance = 1.0
     if len(runs) > 1:
         chance = p_value(losses, target)
         click.echo(f"mean loss {statistics.mean(losses):.4f}; p = {chance:.2g} that it is {target} or more")
@@ -265,11 +268,22 @@ def main(corpus_file, device, threads, seeds, target, steps, inner, file, folder
         )
         sys.exit(max(losses) > limit)
     if save:
-        known = {"class": class_of(facts, device, threads), "machine": facts, "device": device}
-        known |= {"threads": threads, "target": target, "busy": busy, "options": asked, "recipe": recipe}
-        known |= {"cold": round(cold, 2), "p_value": chance, "runs": runs}
+        record = {
+            "format": FORMAT,
+            "class": class_of(facts, device, threads),
+            "machine": facts,
+            "device": device,
+            "threads": threads,
+            "target": target,
+            "busy": busy,
+            "options": asked,
+            "recipe": recipe,
+            "cold": round(cold, 2),
+            "p_value": chance,
+            "runs": runs,
+        }
         try:
-            result_files.write(checked({"format": FORMAT} | known, save), Path(save))
+            result_files.write(checked(record, save), Path(save))
         except ValueError as error:
             raise click.ClickException(str(error)) from None
     sys.exit(not reached(losses, target))

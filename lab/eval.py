@@ -61,6 +61,8 @@ def held_out_loss(
 
         driver.check_gpu()
     text = checkpoint.tokenizer.normal(text)
+    if not 0 <= between[0] < between[1] <= 1:
+        raise ValueError(f"between is {between}; it must be two shares of the text, from 0 to 1, that rise")
     begin, end = (int(share * len(text)) for share in between)
     held_out = text[begin:end]
     ids = checkpoint.tokenizer.encode(held_out)

@@ -85,8 +85,10 @@ def bulk(chosen: BulkOptions) -> bool:
     processor.let_waiting_threads_sleep()
     from shakespeare.generation.many import cluster, workers
     from shakespeare.generation.many.bulk import run
+    from shakespeare.generation.many.stores import open_store
 
     out = chosen.out
+    open_store(out)  # before anything is compiled
     job = job_of(chosen)
     where = chosen.device, chosen.workers, chosen.gpus
     place = cluster.connected(chosen.ray, *where) if chosen.ray else workers.here(*where)

@@ -28,19 +28,22 @@ def _errors_as_of_a_disk():
 
 
 class Store:
-    """A folder, which is locked and synced, or a URL of fsspec. Raises OSError if there is no such store."""
+    """A folder, which is locked and synced, or a URL. Raises ValueError if fsspec cannot open the URL."""
 
-    @_errors_as_of_a_disk()
     def __init__(self, out: str) -> None:
         import fsspec  # the command line starts without it
         from fsspec.implementations.dirfs import DirFileSystem
 
         self._path = None
         if "://" in out:
-            system, root = fsspec.url_to_fs(out)
+            try:
+                system, root = fsspec.url_to_fs(out)
+            except Exception as error:  # each store's library has its own
+                raise ValueError(f"out is {out!r}: {error}") from None
         else:
             self._path = Path(out).resolve()
-            system, root = fsspec.filesystem("file"), str(self._path)
+            system = fsspec.filesystem("file")
+            root = str(self._path)
         self._folder = DirFileSystem(root, system)
         # fsspec's own mv() copies: such a store cannot rename, and shows an object when it has all of it.
         self._renames = type(system).mv is not fsspec.AbstractFileSystem.mv

@@ -105,6 +105,13 @@ def test_a_record_is_complete_and_its_row_is_in_the_table(bench):
         file.write_text(json.dumps(record | change))
         with pytest.raises(ValueError, match=wrong):
             speedrun.read_record(file)
+    alone = bench.run("--threads", 2, "--seeds", 1, "--steps", 20, "--save", bench.folder / "other.json")
+    assert (
+        "has 1 seed; it must have at least 5" in alone.output and not (bench.folder / "other.json").exists()
+    )
+    file.write_text("[]")
+    assert "has format None; it must be 2" in bench.run("--check", file).output
+    assert "'nowhere' does not exist" in bench.run("--table", "nowhere").output
 
 
 def test_check_runs_a_records_recipe_on_a_new_seed_and_compares(bench):

@@ -97,6 +97,10 @@ def test_two_jobs_at_once_write_the_same_or_one_is_refused(job, expected, bucket
     first.save()
 
 
+def test_an_unknown_store_is_refused_before_anything_is_compiled(failed):
+    assert "out is 'nope://x': Protocol not known" in failed("bulk", "--texts", 4, "--out", "nope://x")
+
+
 def test_a_store_that_renames_gets_a_temporary_name_first(tmp_path, monkeypatch):
     """A file is there whole or not at all also where fsspec's disk stands for an SFTP server."""
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
