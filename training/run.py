@@ -252,12 +252,14 @@ class _Run:
         self._loss_sum = 0.0
         self._losses = 0
         self._evaluated_at = done
-        measured = None if math.isnan(train_loss) else train_loss, loss
-        self.schedule.curve.append([done, *(each and round(each, 4) for each in measured)])
+        learned = None if math.isnan(train_loss) else round(train_loss, 4)
+        held_out = None if loss is None else round(loss, 4)
+        self.schedule.curve.append([done, learned, held_out])
         name, decides = ("training", train_loss) if loss is None else ("validation", loss)
         if not math.isfinite(decides):
             raise ValueError(f"the {name} loss is {decides} at step {done}: training diverged")
-        if self.schedule.ended() if loss is None else loss < self.best_loss:
+        best = self.schedule.ended() if loss is None else loss < self.best_loss
+        if best:
             self.best_loss = math.inf if loss is None else loss
             self.best = self.trainer.averages()
             self.record.update(self._best_at(loss))

@@ -19,7 +19,7 @@ HEADER = SOURCES / "arguments.h"
 Call, Gradients, Rules, Strides = (
     structure(HEADER, name) for name in ("Call", "Gradients", "Rules", "Strides")
 )
-RULED = 1 + 4  # of arguments.h: a window and ALiBi
+WINDOW_AND_ALIBI = 1 + 4  # RULED and ALIBI of arguments.h
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Attention:
         window: int | None = None,
         slopes: int = 0,
     ) -> None:
-        self.shape = B, H, T, d = shape
+        self.shape = shape
+        B, H, T, d = shape
         self.dtype = dtype
         self.stream = stream
         left = T if window is None else min(window - 1, T)
@@ -57,7 +58,7 @@ class Attention:
         self.plans = {}
         for kernel, seen in ((None, min(T, left + T)), (GRADIENT, T)):
             call = Sizes(B * H, T, seen, uneven=True)
-            chosen = driver.compiled(kernel, call, d, dtype, index, RULED * ruled)
+            chosen = driver.compiled(kernel, call, d, dtype, index, WINDOW_AND_ALIBI * ruled)
             plan = chosen.row.plan(chosen, call)
             self.plans[kernel] = plan, driver.Memory(max(4 * plan.scratch, 4))
 

@@ -143,7 +143,7 @@ class Manifest:
             first = replace(job.settings.request, seed=request["seed"])
             self.settings = replace(job.settings, request=first)
             self._check_files(files, verify)
-            self.totals()
+            self.totals()  # which raises an error for a record without its numbers
         except BulkError:
             raise
         except (ValueError, LookupError, TypeError, RecursionError) as error:

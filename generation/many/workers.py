@@ -121,8 +121,12 @@ def here(
 
     gpus: the most to use. Raises BulkError if there are fewer.
     """
-    used: list[Any] = [None] * cores() if device == "cpu" else visible_gpus(gpus) * GPU_WORKERS
-    places = list(islice(cycle(used), workers or len(used)))
+    used: list[Any] = [None]
+    count = cores()
+    if device == "cuda":
+        used = visible_gpus(gpus)
+        count = GPU_WORKERS * len(used)
+    places = list(islice(cycle(used), workers or count))
     yield lambda order, shards: [Process(order, gpu) for gpu in places[:shards]]
 
 

@@ -83,7 +83,7 @@ def first_weights(config: GPTConfig, seed: int) -> tuple[dict[str, Floats], floa
         residual = STD / math.sqrt(2 * config.n_layer)
         return drawn | {name: random.normal(shapes[name], residual) for name in matrices if "c_proj" in name}
 
-    weights |= draw()
+    weights.update(draw())
     draw()  # of the model for the averages
     if places:
         weights[PLACES] = np.float32(0.1) * sinusoids(*shapes[PLACES])

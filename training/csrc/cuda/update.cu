@@ -255,7 +255,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __shared__ float parts[WARPS][8];
     if (blockIdx.x == gridDim.x - 1) {  // beyond the strips
         const float all = total(losses, rows);
-        if (threadIdx.x == 0) loss[0] = all / rows, loss[1] += loss[0];
+        if (threadIdx.x == 0) {
+            loss[0] = all / rows;
+            loss[1] += loss[0];
+        }
         return;
     }
     const Strip strip = strips[blockIdx.x];
