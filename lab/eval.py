@@ -16,6 +16,7 @@ from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import ENGINES, open_engine
 from shakespeare.lab.formats import counted
 from shakespeare.model.checkpoint import load
+from shakespeare.model.corpus import LAST_TENTH
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def held_out_loss(
     device: str = "cpu",
     kernel: str | None = None,
     threads: int | None = None,
-    between: tuple[float, float] = (0.9, 1.0),
+    between: tuple[float, float] = LAST_TENTH,
 ) -> Loss:
     """The loss on the last 10 % of a text, over contiguous windows of the block size, or without an end.
 
@@ -67,7 +68,7 @@ def held_out_loss(
     held_out = text[begin:end]
     ids = checkpoint.tokenizer.encode(held_out)
     if len(ids) < 2:
-        part = "last 10 %" if between == (0.9, 1.0) else "{:g} to {:g}".format(*between)
+        part = "last 10 %" if between == LAST_TENTH else "{:g} to {:g}".format(*between)
         amount = f"its {part}, which are evaluated, have {counted(len(ids), 'token')}"
         raise ValueError(f"text has {counted(len(text), 'character')}; {amount} and must have at least 2")
     if ENGINES["native"].refuses(checkpoint, options) is None:

@@ -17,6 +17,7 @@ AT_ONCE = 2**16  # characters of a piece, whose numbers stay in a cache
 MARK = "\ufeff"  # the byte order mark
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
+LAST_TENTH = (0.9, 1.0)  # shares of a text between which models are evaluated
 Ids = TypeVar("Ids", bound=Any)  # a text, a list, an array or a tensor
 
 

@@ -6,6 +6,7 @@ import click
 
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS
+from shakespeare.model.corpus import LAST_TENTH
 
 TEXT = "Text; its last 10 % are evaluated."
 BETWEEN = "Evaluate another part of the text, between these shares of it."
@@ -21,7 +22,7 @@ SHARE = options.Number(0, 1)
 @options.cpu_or_cuda
 @options.kernel
 @options.threads
-@options.option("--between", BETWEEN, type=(SHARE, SHARE), default=(0.9, 1.0), metavar="SHARE SHARE")
+@options.option("--between", BETWEEN, type=(SHARE, SHARE), default=LAST_TENTH, metavar="SHARE SHARE")
 def evaluate(
     model: str,
     corpus_file: Path | None,

@@ -95,7 +95,7 @@ export class Training {
   }
 
   constructor(kernels, text, wanted) {
-    const cut = Math.floor(0.9 * text.length),
+    const cut = Math.floor((1 - wanted.held_out) * text.length),
       block_size = Math.min(wanted.block_size, Math.floor((text.length - cut) / 4 / 8) * 8),
       recipe = { ...wanted, block_size, batch_chars: Math.min(wanted.batch_chars, cut) },
       { n_layer, n_head, n_embd, seed } = recipe;
