@@ -170,7 +170,8 @@ class TrainingStep:
         for layer in range(self.config.n_layer - 1, -1, -1):
             q, k, v = self.qkv[layer]
             to = {name: self.heads[name][layer].address for name in ("dq", "dk", "dv")}
-            out, lse = self.heads["out"][layer].address, self.lse[layer].address
+            out = self.heads["out"][layer].address
+            lse = self.lse[layer].address
             self.attention.backward(self.dout, q, k, v, out, lse, **to)
             self._launch("backward", layer, **to)
         self._update.gradients()
