@@ -475,7 +475,7 @@ def gpu_limits(cell: Cell, answer: Answer) -> list[Limit]:
         if cell.dtype == Dtype.FP32:  # three products of tf32, at half the rate of bfloat16
             peak /= 6
             products = ", in three products of tf32"
-    if cell.backward:
+    if cell.backward and answer.kernel.tile.exponentials > 1:  # P is computed in both passes
         peak *= 5 / 7
         products += ", seven products for five"
     limits = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", cell.flops / peak)]

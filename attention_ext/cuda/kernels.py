@@ -131,15 +131,17 @@ BACKWARD = {
         _backward(
             "backward4",
             dict.fromkeys(HALVES, "backward4.cu"),
-            "Hopper: the copy engine, asynchronous products, warps of two roles",
-            "Products of one warpgroup run beside the exponentials of another. They are the bound.",
+            "Hopper: the copy engine, asynchronous products, warps of three roles",
+            "The tensor cores compute five products, as tiles of keys add to dQ in turns. They and shared "
+            "memory are the bound.",
             tiles=tiles.backward4,
+            plan=launches.added_in_turns,
             multiple=8,
             vectors=True,
             capability=(9, 0),
             only=True,
             ruled=False,
-            windowed=True,
+            undocumented=True,
         ),
         _with_mma(
             "backward3",

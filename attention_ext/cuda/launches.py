@@ -14,6 +14,7 @@ from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
+DOCUMENTS = 8  # of RULES, csrc/cuda/arguments.h, the largest
 MOST_WAVES = 8  # of blocks, among which splits() chooses
 WAVE_COST = 0.02
 
@@ -103,18 +104,33 @@ def split(kernel: Compiled, call: Sizes) -> Structure:
 
 def backward(kernel: Compiled, call: Sizes) -> Structure:
     """The gradients: lanes for each row, then a block for each tile of keys, then for each of queries."""
+    rows, launches = _of_gradients(kernel, call, _tiles(kernel, call.heads, call.Nq))
+    return _plan(kernel, *launches, scratch=2 * rows)
+
+
+def added_in_turns(kernel: Compiled, call: Sizes) -> Structure:
+    """backward4: a block takes one tile of keys after the other; then 128 threads for half a tile's dQ.
+
+    The scratch has dQ in float32 after the rows, and the counters. The copy engine takes 64 rows.
+    """
+    sizes = kernel.tile.sizes
+    turns = call.heads * tiles.up(call.Nq, PADDING_OF_ROWS) // sizes["TURN_ROWS"]
+    rows, launches = _of_gradients(kernel, call, -(-2 * turns * 128 // kernel.tile.threads))
+    launches[1].blocks = min(launches[1].blocks, kernel.on.multiprocessors)
+    launches[2].shared = 0
+    scratch = rows * (2 + sizes["WIDTH"]) + 1 + turns
+    return _plan(kernel, *launches, scratch=scratch, br=64, bc=64, box=sizes["BOX"])
+
+
+def _of_gradients(kernel: Compiled, call: Sizes, last: int) -> tuple[int, list[Structure]]:
+    """The padded rows, and launches for them, for the tiles of keys, and of `last` blocks."""
     rows = call.heads * tiles.up(call.Nq, PADDING_OF_ROWS)
     lanes = kernel.tile.sizes.get("ROW_LANES", 32)
     keys = call.heads // call.group * -(-call.Nk // kernel.tile.bc)
-    blocks = -(-lanes * rows // kernel.tile.threads), keys, _tiles(kernel, call.heads, call.Nq)
+    blocks = -(-lanes * rows // kernel.tile.threads), keys, last
     launches = [_launch(kernel, count, number) for number, count in enumerate(blocks)]
     launches[0].shared = 0
-    boxes = {}
-    if "BOX" in kernel.tile.sizes:
-        boxes = {"br": 64, "bc": 64, "box": kernel.tile.sizes["BOX"]}
-        for launch in launches[1:]:  # a block takes one tile after the other
-            launch.blocks = min(launch.blocks, kernel.on.multiprocessors)
-    return _plan(kernel, *launches, scratch=2 * rows + 2, **boxes)
+    return rows, launches
 
 
 def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
@@ -160,7 +176,7 @@ class Kernel:
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
-    it takes rules, and fewer heads of k and v. windowed: of the rules, windows and sinks alone.
+    it takes rules, and fewer heads of k and v. undocumented: it takes them without documents.
     """
 
     name: str
@@ -176,7 +192,7 @@ class Kernel:
     earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False
     ruled: bool = False
-    windowed: bool = False
+    undocumented: bool = False
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -189,7 +205,7 @@ class Kernel:
 
     def takes(self, rules: int) -> bool:
         """Whether the kernel takes these rules, RULES of csrc/cuda/rules.h."""
-        return self.ruled or rules <= self.windowed
+        return not rules or self.ruled or self.undocumented and rules < DOCUMENTS
 
     def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
         """Whether a GPU of this compute capability can run the kernel in a dtype."""

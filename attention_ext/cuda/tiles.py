@@ -341,18 +341,17 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
 
 
 def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    """As kernel6(). Above d = 128 a thread has no registers for the sums of two gradients."""
-    rows = ((32, 128, 4, 128, 4), (64, 128, 3, 128, 3), (128, 64, 4, 128, 2))
-    for width, k_tile, k_stages, q_tile, q_stages in [row for row in rows if d <= row[0]][:1]:
-        stages = k_stages * (k_tile * (4 * width + 8) + 16), q_stages * (q_tile * 4 * width + 16)
+    """Above d = 128 a thread has no registers for the sums of two gradients. 128 threads copy and add."""
+    keys = 128
+    stages = 3  # of Q; dO and dS have two
+    for width, tile in [row for row in ((32, 128), (64, 128), (128, 64)) if d <= row[0]][:1]:
         sizes = {
-            "K_TILE": k_tile,
-            "K_STAGES": k_stages,
-            "Q_TILE": q_tile,
-            "Q_STAGES": q_stages,
+            "TURN_ROWS": tile,
+            "STAGES": stages,
             "WIDTH": width,
             "BOX": min(64, width),
             "ROW_LANES": width // 8,
         }
-        shared = 4 * width * 128 + max(stages) + 20 + 1024
-        yield Tile(128, 128, 384, shared, sizes, exponentials=2, tensor=True)
+        of_tile = tile * (2 * width * (stages + 2) + 8 * stages + 4 * keys + 4 * width)
+        shared = 4 * width * keys + of_tile + 16 * stages + 112 + 1024
+        yield Tile(tile, keys, 384, shared, sizes, exponentials=1, tensor=True)

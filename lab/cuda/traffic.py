@@ -104,6 +104,8 @@ def global_streams(
 ) -> list[Stream]:
     """Each tile of queries passes K and V; for gradients each tile of keys passes Q and dO too.
 
+    With five products tiles of keys alone pass Q and dO, and read and write dQ in float32.
+
     scratch, repeats: those of the launches' plan.
     """
     tile = kernel.tile
@@ -118,6 +120,15 @@ def global_streams(
         moved = min(met * rows, tiles * length) + (length if backward else 0)
         return Stream(name, row * length, [(working_set, row * moved)])
 
+    if "TURN_ROWS" in tile.sizes:
+        working_set = 4 * row / case.heads * case.Nq * together  # Q and dO in 16 bits, dQ in 32
+        passes = max(1, met * tile.br / case.Nq)
+        shares = {"Q": (1, 1), "dO": (2, 1), "O": (1, 0), "dQ": (1, 0), "sums of dQ": (4, 4)}
+        streams = [Stream(name, row * case.Nk) for name in ("K", "V", "dK", "dV")]
+        for name, (least, each) in shares.items():  # in rows of 16-bit numbers
+            moved = row * case.Nq * (least + each * (passes - 1))
+            streams.append(Stream(name, row * case.Nq * least, [(working_set, moved)]))
+        return streams
     at_a_time = case.Nk if repeats == 1 else tile.bc
     streams = [passed(name, case.Nk, tile.bc, at_a_time) for name in "KV"]
     Q = row * case.Nq

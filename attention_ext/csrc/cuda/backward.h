@@ -1,12 +1,13 @@
 // What the kernels of the backward pass share: their arguments, the sums of rows, and which queries see a key.
 //
-// FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 2, as three launches without atomics, so that two
-// runs give the same bits. S and P are computed again in both of the last two:
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 2, as three launches; two runs give the same bits. S
+// and P are computed again in both of the last two:
 //   attention_backward_rows      D <- rowsum(dO * O) - dlse                                        line 4
 //   attention_backward_keys      a block for each tile of keys, over the queries that see some:
 //       P <- exp(S - lse);  dS <- P * (dO V^T - D);  dV <- dV + P^T dO;  dK <- dK + dS^T Q         lines 10-16
 //   attention_backward_queries   a block for each tile of queries, over their keys:  dQ <- dQ + dS K
-// Seven products instead of five are what no atomics cost. Heads of q that share one of k and v are one loop.
+// That is seven products instead of five. backward4 has five: its blocks for tiles of keys add to dQ in turns,
+// and the last launch rounds it. Heads of q that share one of k and v are one loop.
 #pragma once
 #include "rules.h"
 
@@ -20,10 +21,17 @@ __device__ inline const Element* dout_of(const Call& call, const Gradients& to, 
     return to.dout + head / call.heads * to.dout_strides.batch + head % call.heads * to.dout_strides.head;
 }
 
-// After the rows: how many tiles of keys, and of queries, blocks that take one after the other have taken.
-__device__ inline unsigned* counters_of(const Call& call, const Gradients& to) {
-    return (unsigned*)(to.rows + (long long)call.batches * call.heads * padded_rows(call));
+#ifdef TURN_ROWS
+// In backward4 the rows are the logsumexps, then the Ds. After the rows: dQ in float32, then counters that the
+// rows' launch clears: how many tiles of keys blocks have taken, and for each TURN_ROWS queries how many have
+// been added.
+__device__ inline float* sums_of(const Call& call, const Gradients& to) {
+    return (float*)(to.rows + (long long)call.batches * call.heads * padded_rows(call));
 }
+__device__ inline unsigned* counters_of(const Call& call, const Gradients& to) {
+    return (unsigned*)(sums_of(call, to) + (long long)call.batches * call.heads * padded_rows(call) * WIDTH);
+}
+#endif
 
 // ROW_LANES lanes for each row, which read 16 bytes at a time; without it a warp, as rows may begin anywhere.
 #ifdef ROW_LANES
@@ -40,8 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % LANES;
     const long long padded = padded_rows(call), row = (blockIdx.x * (long long)THREADS + threadIdx.x) / LANES;
     const unsigned head = (unsigned)(row / PADDING_OF_ROWS) / (unsigned)(padded / PADDING_OF_ROWS);
-    if (row < 2 && lane == 0) counters_of(call, to)[row] = 0;
     const bool exists = head < (unsigned)(call.batches * call.heads);
+#ifdef TURN_ROWS
+    if (row == 0 && lane == 0) *counters_of(call, to) = 0;
+    if (exists && lane == 0 && row % TURN_ROWS == 0) counters_of(call, to)[1 + row / TURN_ROWS] = 0;
+#endif
     const long long i = row - head * padded, at = head * (long long)call.Nq + i;
     float lse = -INF, D = 0;
     if (exists && i < call.Nq) {
@@ -57,7 +68,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     D = sum<1, LANES>(D);
     // -inf: there is no such query, or it sees no key
-    if (exists && lane == 0) to.rows[row] = {lse == -INF ? INF : lse, lse == -INF ? 0.0f : D};
+    if (!exists || lane != 0) return;
+    const float2 numbers = {lse == -INF ? INF : lse, lse == -INF ? 0.0f : D};
+#ifdef TURN_ROWS
+    float* const split = (float*)to.rows + row;
+    split[0] = numbers.x;
+    split[call.batches * call.heads * padded] = numbers.y;
+#else
+    to.rows[row] = numbers;
+#endif
 }
 
 // A tile of keys of a head of k and v, whose gradients are sums over `group` heads of q from `head` on.

@@ -1,87 +1,122 @@
-// The backward pass in bfloat16 and float16 on Hopper: wgmma, TMA copies, warps of two roles, as in kernel 6.
+// The backward pass in bfloat16 and float16 on Hopper: five products, wgmma, TMA copies, warps of three roles.
 // Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
 // Shapes: bf16 and fp16; d is a multiple of 8 up to 128; rows, heads and batches start at multiples of 16
-//     bytes.
-// Loop nest: that of backward.h. Both passes are one loop. A warpgroup owns 64 rows, of K and V or of Q and dO,
-//     as left factors X and Y; tiles of the others, Z and W, go through shared memory:
-//         S <- X Z^T,  dP <- Y W^T            from shared memory; S^T and dP^T, if the warpgroup has keys
-//         P <- 2^(scale S - lse),  dS <- P * (dP - D)     registers; left factors of products as they lie
-//         dX <- dX + dS Z  and, if the warpgroup has keys,  dY <- dY + P W
-// Launch: after the rows', min(tiles, multiprocessors) blocks for the tiles of keys, then for those of queries:
-//     128 threads copy, a warpgroup multiplies 64 rows.
-// Shared memory: 4 BR width (X, Y) + stages * TILE * (4 width (Z, W) + 8 (numbers of queries)) + 16 a stage and
-//     20 (mbarriers, the tile's number) + 1,024 (to align).
-// Registers: width / 2 (each sum) + TILE (S, dP) + TILE / 4 (each of P, dS) and about 30 more for a thread that
-//     multiplies.
+//     bytes. All rules but documents.
+// Loop nest: a block goes over tiles of 128 keys, 64 for each of two warpgroups that multiply, and for each
+//     over the tiles of Br queries that see some. S and dP are transposed: keys are their rows. A warpgroup
+//     begins, for tile j of queries after tile j - 1:
+//         1  S <- K Qj^T
+//         2  dK <- dK + dS^T Q(j-1)            with dS of tile j - 1
+//                P <- 2^(scale S - lse)        beside 2
+//         3  dP <- V dOj^T
+//         4  dQ <- dS K                        of tile j - 1: half of its rows or columns, and all keys
+//         5  dV <- dV + P^T dOj                P in registers; all other factors are in shared memory
+//                dS <- P * (dP - D)            beside 4 and 5; transposed to shared memory
+//                dQ to shared memory           beside 5
+//     A thread adds dQ to float32 sums in global memory, by one bulk reduction. Tiles of keys do so from the
+//     last to the first, by a counter for each tile of queries: two runs give the same bits. The first stores.
+// Launch: after the rows', min(tiles of keys, multiprocessors) blocks: 1 thread copies, 2 add, 256 multiply.
+//     Then a warpgroup for each half of a tile of queries, which scales and rounds dQ.
+// Order: a block takes the next tile of keys by a counter, a head's last one first, and adds after those that
+//     were taken before, of which none waits for a later one: however few blocks run at a time, they end. Under
+//     a causal mask a block begins at the queries that no tile before sees. TOGETHER bounds the heads that are
+//     in work, for the L2 cache.
+// Shared memory: 512 width (K, V) + STAGES Br (2 width (Q) + 8 (lse, D)) + 4 Br width (two stages of dO)
+//     + 512 Br (two of dS) + 4 Br width (dQ) + 16 a stage and 112 (mbarriers, a Work) + 1,024 (to align).
+// Registers: width (dK, dV) + Br / 2 (S, then dP) + Br / 4 (P) + Br width / 256 (dQ) and about 30 more for a
+//     thread that multiplies.
 // Improves on backward3:
+//   - Five products instead of seven: S and dP are computed once.
 //   - One thread copies, by TMA; mbarriers tell when a tile is full or free. A block that is done takes
 //     another tile, by a counter.
-//   - wgmma runs while its warps go on: dP beside P, dY beside dS, and dX beside the next P if registers allow.
-//   - Warpgroups that own queries take turns, so that one has its exponentials while another multiplies.
-// Bound: the tensor cores.
+//   - wgmma runs while its warps go on.
+// Bound: shared memory, which products of 64 rows read at nearly its full rate, then the tensor cores.
 // Command: python gpt.py bench --backward --device cuda --dtype bf16 --tokens 16384 --columns 2048 -N 4096
 //          -d 64,128 --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H100, TFLOP/s with five products counted, without a mask / causal: 425 / 382 at d = 64,
-//     500 / 443 at d = 128; 1.58 / 1.65 and 1.76 / 1.74 times FlashAttention-2, 0.91 to 1.00 of cuDNN.
 #include "backward.h"
 // Macros of its own, by cuda/tiles.py:
-//   WIDTH               columns of a tile
-//   BOX                 columns of a box: a tile is boxes side by side, each as wide as a swizzled row
-//   K_TILE, Q_TILE      rows of Z and W in a tile, in the pass over keys and in that over queries
-//   K_STAGES, Q_STAGES  such tiles in shared memory
+//   WIDTH      columns of a tile
+//   BOX        columns of a box: a tile is boxes side by side, each as wide as a swizzled row
+//   STAGES     tiles of Q in shared memory
+//   TURN_ROWS  queries that are added in turns: Br
 constexpr int box_row = 2 * BOX;  // bytes
 #include "hopper.h"
 
 constexpr int d = HEAD_DIM, width = WIDTH, boxes = WIDTH / BOX;
+constexpr int TILE = BR;                   // queries
 constexpr int GROUPS = 2;                  // warpgroups that multiply
+constexpr int ADDERS = 2;                  // warps that add dQ, of every other tile each
 constexpr int BOX_ROWS = 64;               // of a copy
-constexpr int own_bytes = 64 * width * 2;  // of a warpgroup's rows of X or Y
-static_assert(BR == 64 * GROUPS && BC == BR && THREADS == 128 * (GROUPS + 1) && d % 8 == 0, "tile");
-static_assert(K_TILE % BOX_ROWS == 0 && Q_TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % K_TILE == 0, "tile");
-static_assert(!CHANGES, "changed scores are backward3's");
+constexpr int own_bytes = 64 * width * 2;  // of a warpgroup's rows of K or V
+constexpr int half = TILE * width / 256;   // numbers of dQ that a thread has: 64 rows, `columns` columns
+constexpr int columns = half * 2;
+constexpr bool BY_ROWS = TILE == 64 * GROUPS;  // how a tile of dQ is halved
 
-template <bool OF_KEYS> struct Places {
-    static constexpr int TILE = OF_KEYS ? K_TILE : Q_TILE, STAGES = OF_KEYS ? K_STAGES : Q_STAGES;
-    // QUEUED: registers hold dS while the next P is computed. ROUNDED: they hold P for dS as 16 bits alone.
-    static constexpr bool QUEUED = !OF_KEYS && width < 128, ROUNDED = OF_KEYS && width == 64;
-    // Registers of a thread that copies and of one that multiplies: multiples of 8, at most 65,536 in a block
-    static constexpr int copying = OF_KEYS && width == 128 ? 24 : 40, multiplying = 252 - copying / 2;
-    // Where things are in shared memory, in bytes from a multiple of 1,024 on
-    static constexpr int tile_bytes = TILE * width * 2, rows_bytes = OF_KEYS ? TILE * 8 : 0;
-    static constexpr int y = GROUPS * own_bytes, z = 2 * y, w = z + STAGES * tile_bytes;
-    static constexpr int rows = w + STAGES * tile_bytes;
-    static constexpr int full = rows + STAGES * rows_bytes, empty = full + 8 * STAGES;
-    static constexpr int own_full = empty + 8 * STAGES, own_empty = own_full + 8, number = own_empty + 8;
-};
+constexpr unsigned TOGETHER = (32 << 20) / (8 * width);  // queries whose Q, dO and dQ take 32 MiB
+static_assert(BC == 64 * GROUPS && THREADS == 128 * (GROUPS + 1) && d % 8 == 0, "tile");
+static_assert(TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % TILE == 0 && TURN_ROWS == TILE, "tile");
+static_assert(BY_ROWS || columns == BOX, "halves of dQ are rows, or boxes of columns");
+static_assert(!(RULES & DOCUMENTS), "documents are backward3's");
 
-// The rows of X and Y that a block has at a time, and their tiles of Z and W: `tiles` of each of `heads` heads,
-// from row `first` on.
+// P is held for dS as 16 bits alone, times the derivative of the scores: W, if that is not P.
+constexpr bool WEIGHTED = RULES & SOFTCAP;
+// Registers of a thread that copies or adds and of one that multiplies: multiples of 8, 65,536 at most in all
+constexpr int copying = 24, multiplying = 240;
+
+// Where things are in shared memory, in bytes from a multiple of 1,024 on
+namespace at {
+constexpr int tile_bytes = TILE * width * 2, rows_bytes = TILE * 8, ds_bytes = TILE * BC * 2;
+constexpr int dq_bytes = TILE * width * 4;
+constexpr int k = 0, v = k + GROUPS * own_bytes, q = v + GROUPS * own_bytes, dout = q + STAGES * tile_bytes;
+constexpr int ds = dout + 2 * tile_bytes, dq = ds + 2 * ds_bytes, rows = dq + dq_bytes;
+constexpr int q_full = rows + STAGES * rows_bytes, q_empty = q_full + 8 * STAGES;
+constexpr int dout_full = q_empty + 8 * STAGES, dout_empty = dout_full + 16;
+constexpr int ds_full = dout_empty + 16, dq_full = ds_full + 16, dq_empty = dq_full + 8 * ADDERS;
+constexpr int own_full = dq_empty + 8, own_empty = own_full + 8, work = own_empty + 16;
+}  // namespace at
+
+// A tile of keys of a head of k and v, of all batches, and its tiles of queries of each head that reads it:
+// `tiles` from row `first` on. The thread that copies computes it; the others get it with the keys.
 struct Work {
-    int own_head, own_row;  // the head among those of X, of all batches
-    int head, heads, first, tiles;
-
-    __device__ inline int count() const { return tiles * heads; }
+    int of_keys, first_key, first, tiles;
 };
-template <bool OF_KEYS> __device__ inline unsigned works(const Call& call) {
-    const unsigned heads = call.batches * call.heads;
-    return OF_KEYS ? (call.Nk + BC - 1) / BC * (heads / heads_of_keys(call)) : (call.Nq + BR - 1) / BR * heads;
+constexpr int NO_MORE = -1;  // of_keys of the last one, which ends a block
+
+__device__ inline unsigned works(const Call& call) {
+    return (call.Nk + BC - 1) / BC * (call.batches * call.heads / heads_of_keys(call));
 }
-template <bool OF_KEYS> __device__ inline Work work_of(const Call& call, unsigned index) {
-    constexpr int TILE = Places<OF_KEYS>::TILE;
-    if (OF_KEYS) {
-        const KeyBlock block = key_block_of(call, BC, index);
-        const QueryRange seen = queries_of(call, block.first_key, min(block.first_key + BC, call.Nk) - 1);
-        const int first = seen.first / TILE * TILE;
-        return {(int)block.of_keys, block.first_key, (int)block.head,
-                (int)block.group,   first,           max((seen.end - first + TILE - 1) / TILE, 0)};
+__device__ inline Work work_of(const Call& call, unsigned index) {
+    const unsigned group = heads_of_keys(call), all = call.batches * call.heads / group;
+    const unsigned tiles = (call.Nk + BC - 1) / BC;
+    const unsigned most = max(TOGETHER / group / (unsigned)padded_rows(call), 1u);
+    const unsigned head = index / (most * tiles) * most, heads = min(most, all - head);
+    const unsigned within = index - head * tiles;
+    const int j = (tiles - 1 - within / heads) * BC;
+    const QueryRange seen = queries_of(call, j, min(j + BC, call.Nk) - 1);
+    const int first = seen.first / TILE * TILE;
+    return {(int)(head + within % heads), j, first, max((seen.end - first + TILE - 1) / TILE, 0)};
+}
+__device__ inline Work shared_work(unsigned from) {
+    unsigned words[4];
+    reload_shared(words, from);
+    return {(int)words[0], (int)words[1], (int)words[2], (int)words[3]};
+}
+
+// The last tile of keys that some of the queries from i on see: the first to add to their dQ.
+__device__ inline int first_adder(const Call& call, int i) { return (keys_seen(call, i + TILE - 1) - 1) / BC; }
+
+// A work's tiles of queries one after the other, head by head.
+struct Queries {
+    int head, row, left;
+    __device__ inline Queries(const Call& call, const Work& work)
+        : head(work.of_keys * heads_of_keys(call)), row(work.first), left(work.tiles * heads_of_keys(call)) {}
+    __device__ inline void next(const Call& call, const Work& work) {
+        left--;
+        row += TILE;
+        if (heads_of_keys(call) > 1 && row >= work.first + work.tiles * TILE) head++, row = work.first;
     }
-    const unsigned tiles = (call.Nq + BR - 1) / BR;
-    const int head = index / tiles, i0 = (call.causal ? tiles - 1 - index % tiles : index % tiles) * BR;
-    const Range keys = range_of(call, head, i0, min(i0 + BR, call.Nq) - 1);
-    return {head, i0,         head / (int)heads_of_keys(call),
-            1,    keys.first, (keys.end - keys.first + TILE - 1) / TILE};
-}
+};
 
 // A matrix of (batches, heads, N, d), as TMA and as the launcher know it.
 struct Matrix {
@@ -93,75 +128,110 @@ struct Matrix {
 // Starts the copies of `rows` rows, from `first` on. A dimension of stride 0 has one entry in the map.
 template <int rows>
 __device__ inline void copy_rows(unsigned to, const Matrix& from, int head, int first, unsigned full) {
-    const int batch = from.strides.batch ? head / from.heads : 0;
-    head = from.strides.head ? head % from.heads : 0;
+    int heads = from.heads;
+    hold(heads);  // what follows is not computed ahead: registers are few
+    const int batch = from.strides.batch ? head / heads : 0;
+    head = from.strides.head ? head % heads : 0;
     UNROLLED(b, boxes)
         UNROLLED(n, rows / BOX_ROWS)
             copy_box(to + (b * rows + n * BOX_ROWS) * box_row, &from.map, b * BOX, first + n * BOX_ROWS, head,
                      batch, full);
 }
 
-// The bulk copy of bytes that lie side by side; `barrier` counts them.
-__device__ inline void copy_bytes(unsigned to, const void* from, int bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
+// The call, of which nothing is computed ahead: the registers of threads that copy and add are few.
+__device__ inline Call anew(Call call) {
+    hold(call.Nq), hold(call.Nk), hold(call.batches), hold(call.heads);
+    return call;
 }
 
-// The thread that copies, for each work: its first tile as soon as a stage is free, then X and Y, then the
-// other tiles. The number of the work goes with X; that of works() ends the block. The next is the counter's,
-// so that a block that is done early takes more.
-template <bool OF_KEYS>
-__device__ inline void produce(const Call& call, const Gradients& to, unsigned shared, const Matrix& X,
-                               const Matrix& Y, const Matrix& Z, const Matrix& W) {
-    using At = Places<OF_KEYS>;
-    unsigned stage = 0, phase = 1, own_phase = 1;
-    int index = blockIdx.x;
-    while (index < (int)works<OF_KEYS>(call)) {
-        const Work work = work_of<OF_KEYS>(call, index);
-        int head = work.head, row = work.first, left = work.count();
+// The thread that copies, for each work: its first Q as soon as a stage is free, then K and V, then dO and the
+// other tiles. The work goes with K; NO_MORE ends the block.
+__device__ inline void produce(const Call& call, const Gradients& to, unsigned shared, const Matrix& Q,
+                               const Matrix& K, const Matrix& V, const Matrix& dO) {
+    unsigned stage = 0, phase = 1, n = 0;
+#pragma unroll 1
+    for (unsigned own_phase = 1;; own_phase ^= 1) {
+        const Call now = anew(call);
+        const unsigned index = atomicAdd(counters_of(now, to), 1u);
+        const Work work = index < works(now) ? work_of(now, index) : Work{NO_MORE, 0, 0, 0};
+        Queries of(call, work);
         bool first = true;
 #pragma unroll 1
         do {
-            if (left > 0) {
-                const unsigned full = shared + At::full + 8 * stage, at = shared + stage * At::tile_bytes;
-                barrier_wait(full - At::full + At::empty, phase);
-                barrier_expect(full, 2 * At::tile_bytes + At::rows_bytes);
-                copy_rows<At::TILE>(at + At::z, Z, head, row, full);
-                if (OF_KEYS)
-                    copy_bytes(shared + At::rows + stage * At::rows_bytes,
-                               to.rows + head * padded_rows(call) + row, At::rows_bytes, full);
-                copy_rows<At::TILE>(at + At::w, W, head, row, full);
-                if (++stage == At::STAGES) stage = 0, phase ^= 1;
-                row += At::TILE;
-                if (heads_of_keys(call) > 1 && row >= work.first + work.tiles * At::TILE)
-                    head++, row = work.first;
+            const int head = of.head, row = of.row;
+            if (of.left > 0) {
+                const unsigned full = shared + at::q_full + 8 * stage;
+                barrier_wait(full - at::q_full + at::q_empty, phase);
+                barrier_expect(full, at::tile_bytes + at::rows_bytes);
+                copy_rows<TILE>(shared + at::q + stage * at::tile_bytes, Q, head, row, full);
+                const Call now = anew(call);
+                const unsigned padded = padded_rows(now);
+                const float* const numbers = (const float*)to.rows + (head * padded + row);
+                const unsigned to_rows = shared + at::rows + stage * at::rows_bytes;
+                copy_bytes(to_rows, numbers, TILE * 4, full);
+                copy_bytes(to_rows + TILE * 4, numbers + now.batches * now.heads * padded, TILE * 4, full);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
             }
-            if (!first) continue;
-            first = false;
-            hold(index);  // what it tells is not kept: registers are few
-            const Work own = work_of<OF_KEYS>(call, index);
-            barrier_wait(shared + At::own_empty, own_phase);
-            own_phase ^= 1;
-            store_shared(shared + At::number, index);
-            barrier_expect(shared + At::own_full, 2 * GROUPS * own_bytes);
+            if (first) {
+                first = false;
+                barrier_wait(shared + at::own_empty, own_phase);
+                store_shared(shared + at::work, {(unsigned)work.of_keys, (unsigned)work.first_key,
+                                                 (unsigned)work.first, (unsigned)work.tiles});
+                if (work.of_keys == NO_MORE) {
+                    barrier_arrive(shared + at::own_full);
+                    return;
+                }
+                barrier_expect(shared + at::own_full, 2 * GROUPS * own_bytes);
 #pragma unroll 1
-            for (int group = 0; group < GROUPS; group++) {
-                const unsigned at = shared + group * own_bytes;
-                copy_rows<64>(at, X, own.own_head, own.own_row + 64 * group, shared + At::own_full);
-                copy_rows<64>(at + At::y, Y, own.own_head, own.own_row + 64 * group, shared + At::own_full);
+                for (int group = 0; group < GROUPS; group++) {
+                    const unsigned own_at = shared + group * own_bytes, first_key = work.first_key + 64 * group;
+                    copy_rows<64>(own_at + at::k, K, work.of_keys, first_key, shared + at::own_full);
+                    copy_rows<64>(own_at + at::v, V, work.of_keys, first_key, shared + at::own_full);
+                }
             }
-        } while (--left > 0);
-        index = gridDim.x + atomicAdd(counters_of(call, to) + !OF_KEYS, 1u);
+            if (of.left > 0) {
+                const unsigned full = shared + at::dout_full + 8 * (n & 1);
+                barrier_wait(full - at::dout_full + at::dout_empty, ~n >> 1 & 1);
+                barrier_expect(full, at::tile_bytes);
+                copy_rows<TILE>(shared + at::dout + (n & 1) * at::tile_bytes, dO, head, row, full);
+                n++;
+            }
+            of.next(call, work);
+        } while (of.left > 0);
     }
-    barrier_wait(shared + At::own_empty, own_phase);
-    store_shared(shared + At::number, works<OF_KEYS>(call));
-    barrier_arrive(shared + At::own_full);
+}
+
+// A thread that adds dQ, of every other tile: once all tiles of keys before have added, and dQ is there.
+__device__ inline void add(const Call& call, const Gradients& to, unsigned shared, unsigned adder) {
+    unsigned n = 0, phase = 0;
+#pragma unroll 1
+    for (unsigned own_phase = 0;; own_phase ^= 1) {
+        barrier_wait(shared + at::own_full, own_phase);
+        const Work work = shared_work(shared + at::work);
+        barrier_arrive(shared + at::own_empty);
+        if (work.of_keys == NO_MORE) break;
+#pragma unroll 1
+        for (Queries of(call, work); of.left > 0; of.next(call, work)) {
+            if ((n++ & 1) != adder) continue;
+            const Call now = anew(call);
+            const unsigned row = of.head * (unsigned)padded_rows(now) + of.row;
+            unsigned* const turn = counters_of(now, to) + 1 + row / TURN_ROWS;
+            const unsigned before = first_adder(now, of.row) - work.first_key / BC;
+            while (load_acquired(turn) != before) {
+            }
+            barrier_wait(shared + at::dq_full + 8 * adder, phase);
+            phase ^= 1;
+            copy_out(sums_of(now, to) + (long long)row * width, shared + at::dq, at::dq_bytes, before > 0);
+            copies_read();
+            barrier_arrive(shared + at::dq_empty);
+            copies_done();
+            store_released(turn, before + 1);
+        }
+    }
 }
 
 // S <- X Z^T, 64 rows of X
-template <int TILE> __device__ inline void scores(float (&S)[TILE / 2], unsigned x, unsigned z) {
+__device__ inline void scores(float (&S)[TILE / 2], unsigned x, unsigned z) {
     UNROLLED(c, width / 16) {
         const int b = c / (BOX / 16), in_box = c % (BOX / 16) * 32;
         multiply(S, x + ((b * (64 * box_row) + in_box) >> 4), z + ((b * (TILE * box_row) + in_box) >> 4),
@@ -170,9 +240,21 @@ template <int TILE> __device__ inline void scores(float (&S)[TILE / 2], unsigned
 }
 
 // sums <- A Z + sums
-template <int TILE>
 __device__ inline void add_product(float (&sums)[width / 2], const unsigned (&A)[TILE / 4], unsigned z) {
     UNROLLED(c, TILE / 16) multiply_from(sums, A + 4 * c, z + (c * 16 * box_row >> 4));
+}
+
+// dQ <- dS K; dS: a tile of 64 keys' boxes of 64 queries at least
+__device__ inline void queries_product(float (&dQ)[half], unsigned ds, unsigned k) {
+    UNROLLED(c, BC / 16) {
+        const int b = c / 4, in_box = c % 4 * 32;
+        multiply_down<0>(dQ, ds + ((b * (TILE * 128) + in_box) >> 4),
+                         k + ((b * own_bytes + c % 4 * 16 * box_row) >> 4), c > 0);
+    }
+}
+
+__device__ inline void keys_product(float (&dK)[width / 2], unsigned ds, unsigned q) {
+    UNROLLED(c, TILE / 16) multiply_down<1>(dK, ds + (c * 16 * 128 >> 4), q + (c * 16 * box_row >> 4), 1);
 }
 
 // 64 rows of a gradient, of `count` in all.
@@ -181,178 +263,300 @@ __device__ inline void write(Element* out, const float (&sums)[width / 2], float
     UNROLLED(h, 2) store_row<d>(out + (row + 8LL * h) * d, sums, h, scale, row + 8 * h < count);
 }
 
-// A warpgroup that multiplies, for a work. stage, phase: of the next tile.
-template <bool OF_KEYS>
-__device__ inline void consume(const Call& call, const Gradients& to, unsigned shared, int group, int index,
-                               unsigned& stage, unsigned& phase, Turns<GROUPS>& turns) {
-    using At = Places<OF_KEYS>;
-    constexpr int TILE = At::TILE;
-    const Work work = work_of<OF_KEYS>(call, index);
-    const int own = work.own_row + 64 * group;  // the first of its rows
-    const int row = own + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    const unsigned x = tile_at(shared + group * own_bytes, 0), y = x + (At::y >> 4);
-    const unsigned z = tile_at(shared + At::z, 0), z_down = tile_at(shared + At::z, TILE * box_row);
-    constexpr unsigned w = (At::w - At::z) >> 4;  // from Z to W
-    const int count = work.count();
-    float dX[width / 2] = {}, dY[OF_KEYS ? width / 2 : 1] = {};
-    float S[TILE / 2], dP[TILE / 2];
-    unsigned P[OF_KEYS ? TILE / 4 : 1], dS[TILE / 4] = {};
-
-    float2 of_row[2];  // logsumexp and D of its rows r and r + 8, if they are queries
-    if (!OF_KEYS)
-        UNROLLED(h, 2) of_row[h] = to.rows[work.own_head * padded_rows(call) + row + 8 * h];
-    const Range seen = range_of(call, work.own_head, own, own + 63);  // if they are queries
-    const auto release = [&](unsigned barrier) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(shared + barrier);
-    };
-    unsigned before = 0, tile = stage * At::tile_bytes >> 4;  // before: the stage of the tile before
-    int head = work.head, first = work.first;
-#pragma unroll 1
-    for (int left = count; left > 0; left--) {
-        barrier_wait(shared + At::full + 8 * stage, phase);
-        const unsigned tile_before = tile;
-        tile = stage * At::tile_bytes >> 4;
-        if (!OF_KEYS) turns.begin();
-        hold(S), hold(dP), hold(dS), hold(dX);
-        products_begin();
-        scores<TILE>(S, x, z + tile);
-        products_commit();
-        scores<TILE>(dP, y, z + w + tile);
-        if (At::QUEUED) add_product<TILE>(dX, dS, z_down + tile_before);  // before the first tile dS is 0
-        products_commit();
-        if (!OF_KEYS) turns.end();
-        products_wait<1>();
-        hold(S);
-
-        // Whether some row does not see some column
-        const Range keys = OF_KEYS ? range_of(call, head, first, first + TILE - 1) : seen;
-        const int j = OF_KEYS ? own : first, last = OF_KEYS ? min(own + 64, call.Nk) : first + TILE;
-        const bool masked = j < keys.all_first || last > keys.all_end;
-        if (masked) {
-            UNROLLED(i, TILE / 2) {
-                const int r = row + i / 2 % 2 * 8, c = i / 4 * 8 + column + i % 2;
-                const bool sees = OF_KEYS ? pair_of(call, head, first + c, r, 0, 0).seen
-                                          : pair_of(call, work.own_head, r, first, c, 0).seen;
-                S[i] = sees ? S[i] * call.scale : -INF;
-            }
-        }
-        const float scale = masked ? 1.0f : call.scale;
-        const unsigned numbers = shared + At::rows + stage * At::rows_bytes + column * 8;
-        UNROLLED(m, TILE / 8) {
-            unsigned of[4];
-            if (OF_KEYS) load_shared(of, numbers + m * 64);
-            UNROLLED(e, 4) {
-                const float less = OF_KEYS ? __uint_as_float(of[e % 2 * 2]) : of_row[e / 2].x;
-                S[4 * m + e] = exp2_approx(fmaf(S[4 * m + e], scale, -less));
-            }
-        }
-        if constexpr (OF_KEYS) {
-            UNROLLED(i, TILE / 4) P[i] = pack(S[2 * i], S[2 * i + 1]);
-            hold(P);
-            products_begin();
-            add_product<TILE>(dY, P, z_down + w + tile);
-            products_commit();
-        }
-        products_wait<OF_KEYS>();
-        hold(dP), hold(dS), hold(dX);
-        if (At::QUEUED && left < count) release(At::empty + 8 * before);
-        UNROLLED(m, TILE / 8) {
-            unsigned of[4];
-            if (OF_KEYS) load_shared(of, numbers + m * 64);
-            UNROLLED(h, 2) {
-                float x[2];
-                UNROLLED(e, 2) {
-                    const float less = OF_KEYS ? __uint_as_float(of[e * 2 + 1]) : of_row[h].y;
-                    const int i = 4 * m + 2 * h + e;
-                    const float p = At::ROUNDED ? to_float((Element)(P[2 * m + h] >> 16 * e)) : S[i];
-                    x[e] = p * (dP[i] - less);
-                }
-                dS[2 * m + h] = pack(x[0], x[1]);
-            }
-        }
-        before = stage;
-        if constexpr (!At::QUEUED) {
-            hold(dS);
-            products_begin();
-            add_product<TILE>(dX, dS, z_down + tile);
-            products_commit();
-            products_wait<0>();
-            hold(dX), hold(dY), hold(P), hold(dS);
-            release(At::empty + 8 * stage);
-        }
-        if (++stage == At::STAGES) stage = 0, phase ^= 1;
-        first += TILE;
-        if (heads_of_keys(call) > 1 && first >= work.first + work.tiles * TILE) head++, first = work.first;
-    }
-    release(At::own_empty);
-    if (At::QUEUED && count > 0) {
-        hold(dS), hold(dX);
-        products_begin();
-        add_product<TILE>(dX, dS, z_down + tile);
-        products_commit();
-        products_wait<0>();
-        release(At::empty + 8 * before);
-    }
-    hold(dX), hold(dY);
-    hold(index);  // what it tells is not kept during the loop: registers are few
-    const Work of = work_of<OF_KEYS>(call, index);
-    const int count_of_rows = OF_KEYS ? call.Nk : call.Nq, first_row = of.own_row + 64 * group;
-    const long long at = (long long)of.own_head * count_of_rows * d;
-    write((OF_KEYS ? to.dk : to.dq) + at, dX, call.scale * LN2, first_row, count_of_rows);
-    if constexpr (OF_KEYS) write(to.dv + at, dY, 1.0f, first_row, count_of_rows);
+__device__ inline void load_pair(float (&x)[2], unsigned from) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(from));
 }
 
-template <bool OF_KEYS>
-__device__ inline void run(const Call& call, const Gradients& to, const Matrix& X, const Matrix& Y,
-                           const Matrix& Z, const Matrix& W) {
-    using At = Places<OF_KEYS>;
-    extern __shared__ unsigned char raw[];
-    const unsigned shared = (shared_address(raw) + 1023) & ~1023u;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < At::STAGES; i++) {
-            barrier_init(shared + At::full + 8 * i, 1);
-            barrier_init(shared + At::empty + 8 * i, 4 * GROUPS);  // an arrival of each warp
+// P <- 2^(S - lse); W <- P times the derivative of changed scores. first: the first query of the tile; row: the
+// thread's first key; numbers: the address of the queries' numbers.
+template <bool MASKED>
+__device__ inline void weigh(const Call& call, int head, int first, int row, unsigned numbers,
+                             float (&S)[TILE / 2], unsigned (&P)[TILE / 4],
+                             unsigned (&W)[WEIGHTED ? TILE / 4 : 1]) {
+    const int column = threadIdx.x % 4 * 2;
+    QueryRange seen[2];  // by the rows r and r + 8
+    if (MASKED)
+        UNROLLED(h, 2) {
+            const int j = row + 8 * h;
+            const QueryRange of = queries_of(call, j, j);
+            seen[h] = {j < call.Nk ? of.first - first - column : TILE, of.end - first - column};
         }
-        barrier_init(shared + At::own_full, 1);
-        barrier_init(shared + At::own_empty, 4 * GROUPS);
-        barrier_init_done();
+#if RULES & ALIBI
+    const float slope = call.rules.slopes[head] * LOG2E;
+    const float own[2] = {(float)(first + column + call.Nk - call.Nq - row),
+                          (float)(first + column + call.Nk - call.Nq - row - 8)};
+#endif
+    UNROLLED(m, TILE / 8) {
+        float lse[2], p[4], w[4];
+        load_pair(lse, numbers + m * 32);
+        UNROLLED(e, 4) {
+            const int c = 8 * m + e % 2;
+            float s = S[4 * m + e];
+            [[maybe_unused]] float t = 0.0f;
+            if (MASKED || CHANGES) s *= call.scale;
+#if RULES & SOFTCAP
+            t = tanh_approx(s * call.rules.softcap_below);
+            s = call.rules.softcap * t;
+#endif
+#if RULES & ALIBI
+            s -= slope * fabsf(own[e / 2] + (float)c);
+#endif
+            if (MASKED && !(c >= seen[e / 2].first && (!RULES || c < seen[e / 2].end))) s = -INF;
+            s = MASKED || CHANGES ? s - lse[e % 2] : fmaf(s, call.scale, -lse[e % 2]);
+            p[e] = exp2_approx(s);
+            w[e] = p[e] * fmaf(-t, t, 1.0f);
+        }
+        UNROLLED(h, 2) {
+            P[2 * m + h] = pack(p[2 * h], p[2 * h + 1]);
+            if (WEIGHTED) W[2 * m + h] = pack(w[2 * h], w[2 * h + 1]);
+        }
     }
-    __syncthreads();
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        registers_give<At::copying>();
-        if (threadIdx.x == 0) produce<OF_KEYS>(call, to, shared, X, Y, Z, W);
-    } else {
-        registers_take<At::multiplying>();
-        unsigned stage = 0, phase = 0;
-        Turns<GROUPS> turns{warpgroup - 1};
+}
+
+// Whether a work has no tile before.
+struct First {
+    static constexpr bool first = true;
+};
+struct Later {
+    static constexpr bool first = false;
+};
+
+// A warpgroup that multiplies, for a work. n: tiles before; stage, phase: of the next Q.
+__device__ inline void consume(const Call& call, const Gradients& to, unsigned shared, int group,
+                               const Work& work, unsigned& n, unsigned& stage, unsigned& phase) {
+    const int own = work.first_key + 64 * group, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const int row = own + warp * 16 + lane / 4;
+    const unsigned k = tile_at(shared + at::k + group * own_bytes, 0), v = k + ((at::v - at::k) >> 4);
+    const unsigned q = tile_at(shared + at::q, 0), q_down = tile_at(shared + at::q, TILE * box_row);
+    constexpr unsigned to_dout = (at::dout - at::q) >> 4;
+    const unsigned k_down = tile_at(shared + at::k + (BY_ROWS ? 0 : group * 64 * box_row), 64 * box_row);
+    const unsigned ds = tile_at(shared + at::ds + (BY_ROWS ? group * 64 * 128 : 0), 0);
+    const unsigned own_ds = tile_at(shared + at::ds + group * TILE * 128, 0);
+    float dK[width / 2] = {}, dV[width / 2] = {};
+    unsigned P[TILE / 4], W[WEIGHTED ? TILE / 4 : 1];
+
+    const auto arrive = [&](unsigned barrier) {
+        if (lane == 0) barrier_arrive(shared + barrier);
+    };
+    const auto stored = [&](unsigned barrier) {
+        stores_done();
+        __syncwarp();
+        arrive(barrier);
+    };
+    const auto begin_scores = [&](float (&S)[TILE / 2]) {
+        barrier_wait(shared + at::q_full + 8 * stage, phase);
+        hold(S);
+        products_begin();
+        scores(S, k, q + (stage * at::tile_bytes >> 4));
+        products_commit();
+    };
+    const auto wait_for_ds = [&](unsigned tile) {
+        barrier_wait(shared + at::ds_full + 8 * (tile & 1), tile >> 1 & 1);
+    };
+    // dK and dQ of the tile before. before: the stage of its Q
+    const auto begin_keys = [&](unsigned before) {
+        keys_product(dK, own_ds + ((~n & 1) * at::ds_bytes >> 4), q_down + (before * at::tile_bytes >> 4));
+        products_commit();
+    };
+    const auto begin_queries = [&](float (&dQ)[half]) {
+        queries_product(dQ, ds + ((~n & 1) * at::ds_bytes >> 4), k_down);
+        products_commit();
+    };
+    const auto give = [&](float (&dQ)[half]) {
+        const unsigned tile = n - 1;
+        barrier_wait(shared + at::dq_empty, ~tile & 1);
+        const unsigned to_dq = shared + at::dq + group * (at::dq_bytes / 2) + threadIdx.x % 128 * 16;
+        UNROLLED(i, half / 4) {
+            const unsigned words[4] = {__float_as_uint(dQ[4 * i]), __float_as_uint(dQ[4 * i + 1]),
+                                       __float_as_uint(dQ[4 * i + 2]), __float_as_uint(dQ[4 * i + 3])};
+            store_shared(to_dq + i * 2048, words);
+        }
+        stored(at::dq_full + 8 * (tile & 1));
+    };
+    const auto to_weights = [&](float (&S)[TILE / 2], int head, int first) {
+        const bool masked = own + 64 > call.Nk || first < queries_of(call, own + 63, own + 63).first ||
+                            (RULES && first + TILE > queries_of(call, own, own).end);
+        const unsigned numbers = shared + at::rows + stage * at::rows_bytes + lane % 4 * 8;
+        if (masked)
+            weigh<true>(call, head, first, row, numbers, S, P, W);
+        else
+            weigh<false>(call, head, first, row, numbers, S, P, W);
+        hold(P);
+    };
+    // dP, dV and dS of the tile, and dQ of the one before.
+    const auto finish = [&](unsigned before, auto work_tile) {
+        float dP[TILE / 2], dQ[half];
+        barrier_wait(shared + at::dout_full + 8 * (n & 1), n >> 1 & 1);
+        const unsigned dout = to_dout + ((n & 1) * at::tile_bytes >> 4);
+        hold(dP), hold(dV), hold(P);
+        products_begin();
+        scores(dP, v, q + dout);
+        products_commit();
+        if constexpr (!work_tile.first) {
+            hold(dQ);
+            begin_queries(dQ);
+        }
+        add_product(dV, P, q_down + dout);
+        products_commit();
+        if constexpr (!work_tile.first) {
+            products_wait<3>();
+            hold(dK);
+            arrive(at::q_empty + 8 * before);
+        }
+        products_wait<2 - work_tile.first>();
+        hold(dP);
+        const unsigned numbers = shared + at::rows + stage * at::rows_bytes + TILE * 4 + lane % 4 * 8;
+        const unsigned to_ds = shared + at::ds + (n & 1) * at::ds_bytes + group * TILE * 128 +
+                               (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+        UNROLLED(c, TILE / 16) {
+            unsigned dS[4];
+            UNROLLED(b, 2) {
+                const int m = 2 * c + b;
+                float D[2];
+                load_pair(D, numbers + m * 32);
+                UNROLLED(h, 2) {
+                    float x[2];
+                    UNROLLED(e, 2) {
+                        const int i = 4 * m + 2 * h + e;
+                        const unsigned rounded = WEIGHTED ? W[WEIGHTED ? 2 * m + h : 0] : P[2 * m + h];
+                        const float p = to_float((Element)(rounded >> 16 * e));
+                        x[e] = p * (dP[i] - D[e]);
+                    }
+                    dS[2 * b + h] = pack(x[0], x[1]);
+                }
+            }
+            store_transposed(to_ds + c * 16 * 128, dS);
+        }
+        if constexpr (!work_tile.first) {
+            products_wait<1>();  // before the other warpgroup may write over what dQ is computed from
+            hold(dQ);
+        }
+        stored(at::ds_full + 8 * (n & 1));
+        if constexpr (!work_tile.first) give(dQ);
+        products_wait<0>();
+        hold(dV), hold(P);
+        arrive(at::dout_empty + 8 * (n & 1));
+        n++;
+    };
+    const auto next = [&](unsigned& stage, unsigned& phase) {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    };
+
+    Queries of(call, work);
+    if (of.left > 0) {
+        {
+            float S[TILE / 2];
+            begin_scores(S);
+            products_wait<0>();
+            hold(S);
+            to_weights(S, of.head, of.row);
+            finish(0, First{});
+        }
 #pragma unroll 1
-        for (unsigned own_phase = 0;; own_phase ^= 1) {
-            barrier_wait(shared + At::own_full, own_phase);
-            // One lane reads it, which also gives the place back: the others may be behind.
-            unsigned index = threadIdx.x % 32 ? 0 : get(shared + At::number);
-            index = __shfl_sync(~0u, index, 0);
-            if (index >= works<OF_KEYS>(call)) break;
-            consume<OF_KEYS>(call, to, shared, warpgroup - 1, index, stage, phase, turns);
+        for (of.next(call, work); of.left > 0; of.next(call, work)) {
+            const unsigned before = stage;
+            next(stage, phase);
+            float S[TILE / 2];
+            begin_scores(S);
+            wait_for_ds(n - 1);
+            hold(dK);
+            products_begin();
+            begin_keys(before);
+            products_wait<1>();
+            hold(S);
+            to_weights(S, of.head, of.row);
+            finish(before, Later{});
         }
-        if (!OF_KEYS) turns.finish();
+        float dQ[half];
+        wait_for_ds(n - 1);
+        hold(dK), hold(dQ);
+        products_begin();
+        begin_queries(dQ);
+        begin_keys(stage);
+        products_wait<1>();
+        hold(dQ);
+        arrive(at::own_empty);
+        give(dQ);
+        products_wait<0>();
+        hold(dK);
+        arrive(at::q_empty + 8 * stage);
+        next(stage, phase);
+    } else {
+        arrive(at::own_empty);
     }
+    const long long out = (long long)work.of_keys * call.Nk * d;
+    write(to.dk + out, dK, call.scale * LN2, own, call.Nk);
+    write(to.dv + out, dV, 1.0f, own, call.Nk);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_keys(const __grid_constant__ Call call, const __grid_constant__ Gradients to,
                             const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                             const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dout) {
-    const int heads = call.heads, of_keys = heads / heads_of_keys(call);
-    run<true>(call, to, {k, call.k_strides, of_keys}, {v, call.v_strides, of_keys}, {q, call.q_strides, heads},
-              {dout, to.dout_strides, heads});
+    extern __shared__ unsigned char raw[];
+    const unsigned shared = (shared_address(raw) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+        UNROLLED(i, STAGES) {
+            barrier_init(shared + at::q_full + 8 * i, 1);
+            barrier_init(shared + at::q_empty + 8 * i, 4 * GROUPS);  // an arrival of each warp
+        }
+        UNROLLED(i, 2) {
+            barrier_init(shared + at::dout_full + 8 * i, 1);
+            barrier_init(shared + at::dout_empty + 8 * i, 4 * GROUPS);
+            barrier_init(shared + at::ds_full + 8 * i, 4 * GROUPS);
+            barrier_init(shared + at::dq_full + 8 * i, 4 * GROUPS);
+        }
+        barrier_init(shared + at::dq_empty, 1);
+        barrier_init(shared + at::own_full, 1);
+        barrier_init(shared + at::own_empty, 4 * GROUPS + ADDERS);
+        barrier_init_done();
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        registers_give<copying>();
+        const int heads = call.heads, of_keys = heads / heads_of_keys(call);
+        if (threadIdx.x == 0)
+            produce(call, to, shared, {q, call.q_strides, heads}, {k, call.k_strides, of_keys},
+                    {v, call.v_strides, of_keys}, {dout, to.dout_strides, heads});
+        else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= ADDERS)
+            add(call, to, shared, threadIdx.x / 32 - 1);
+    } else {
+        registers_take<multiplying>();
+        unsigned n = 0, stage = 0, phase = 0;
+#pragma unroll 1
+        for (unsigned own_phase = 0;; own_phase ^= 1) {
+            barrier_wait(shared + at::own_full, own_phase);
+            const Work work = shared_work(shared + at::work);
+            __syncwarp();  // all lanes have it before one gives the place back
+            if (work.of_keys == NO_MORE) break;
+            consume(call, to, shared, warpgroup - 1, work, n, stage, phase);
+        }
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_queries(const __grid_constant__ Call call, const __grid_constant__ Gradients to,
-                               const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                               const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dout) {
-    const int heads = call.heads, of_keys = heads / heads_of_keys(call);
-    run<false>(call, to, {q, call.q_strides, heads}, {dout, to.dout_strides, heads},
-               {k, call.k_strides, of_keys}, {v, call.v_strides, of_keys});
+// A warpgroup for each half of a tile of dQ, whose sums are as its threads have them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_backward_queries(const __grid_constant__ Call call, const __grid_constant__ Gradients to) {
+    const long long part = blockIdx.x * (THREADS / 128LL) + threadIdx.x / 128;
+    const long long row = part / 2 * TILE, head = row / padded_rows(call);
+    const int i0 = row % padded_rows(call), group = part % 2;
+    if (head >= call.batches * call.heads || i0 >= call.Nq) return;
+    const bool added = counters_of(call, to)[1 + row / TURN_ROWS] > 0;
+    const float4* const from = (const float4*)(sums_of(call, to) + part * 64 * columns) + threadIdx.x % 128;
+    float dQ[half];
+    UNROLLED(i, half / 4) {
+        const float4 x = added ? from[i * 128] : float4{};
+        dQ[4 * i] = x.x, dQ[4 * i + 1] = x.y, dQ[4 * i + 2] = x.z, dQ[4 * i + 3] = x.w;
+    }
+    const int i = i0 + (BY_ROWS ? 64 * group : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    UNROLLED(h, 2) {
+        Element* const out = to.dq + (head * call.Nq + i + 8 * h) * d;
+        const float scale = call.scale * LN2;
+        const bool inside = i + 8 * h < call.Nq;
+        if (BY_ROWS || group == 0)
+            store_row<BY_ROWS ? d : 64>(out, dQ, h, scale, inside);
+        else
+            store_row<BY_ROWS ? d : d - 64>(out + 64, dQ, h, scale, inside);
+    }
 }

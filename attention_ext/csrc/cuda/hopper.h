@@ -22,6 +22,42 @@ __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, i
         : "memory");
 }
 
+// The same for bytes that lie side by side; all addresses and sizes are multiples of 16.
+__device__ inline void copy_bytes(unsigned to, const void* from, int bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// The other way: one thread starts the copy of floats to global memory, or their addition to what is there.
+__device__ inline void copy_out(float* to, unsigned from, int bytes, bool add) {
+    if (add)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                     "r"(from), "r"(bytes)
+                     : "memory");
+    else
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                     "r"(bytes)
+                     : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the thread's copies have read shared memory; then until they are done.
+__device__ inline void copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// A counter in global memory, which orders what threads of other blocks and their copies have written there.
+__device__ inline unsigned load_acquired(const unsigned* from) {
+    unsigned number;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+    return number;
+}
+__device__ inline void store_released(unsigned* to, unsigned number) {
+    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(number) : "memory");
+}
+
 // Fetches a map into the cache before its first copy.
 __device__ inline void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -68,7 +104,8 @@ __device__ inline unsigned tile_at(unsigned address, int next) {
 }
 // The upper half: bits 0 to 13 the bytes from 8 rows to the next 8, in 16 bytes; bits 30 and 31 the swizzle, 1
 // for 128 bytes and 2 for 64.
-constexpr unsigned SWIZZLED = (8 * box_row >> 4) | (box_row == 128 ? 1u : 2u) << 30;
+constexpr unsigned swizzled(int row) { return (8 * row >> 4) | (row == 128 ? 1u : 2u) << 30; }
+constexpr unsigned SWIZZLED = swizzled(box_row);
 
 // wgmma.fence: orders the registers that other instructions wrote before the products that use them.
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -114,6 +151,9 @@ __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
 // So two neighbouring groups of sum, rounded in pairs, are an A: P needs no exchange.
 //   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops sum.
 //   multiply_from  A is in registers; B is in shared memory, 16 rows of N (MN-major).
+//   multiply_down  A is in shared memory, in rows of 128 bytes: K-major, or MN-major if `turned` is 1. B is as
+//   that
+//                  of multiply_from.
 // After `add` come the signs of A and B, and 1 for each MN-major factor in shared memory. NAMES: the operands
 // of sum, the last arguments; A to F: the numbers of the other operands.
 #define PRODUCT(N, NAMES, A, B, C, D, E, F, ...)                                                          \
@@ -139,6 +179,19 @@ __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
             : __VA_ARGS__                                                                                 \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(SWIZZLED)                           \
             : "memory");                                                                                  \
+    }                                                                                                     \
+    template <int turned>                                                                                 \
+    __device__ inline void multiply_down(float (&sum)[N / 2], unsigned a, unsigned b, int add) {          \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \
+                     ", 0;\n"                                                                             \
+                     ".reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #D "};\nmov.b64 b, {%" #B ", %" #E         \
+                     "};\n"                                                                               \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES           \
+                     "}, a, b, "                                                                          \
+                     "add, 1, 1, %" #F ", 1;\n}"                                                          \
+                     : __VA_ARGS__                                                                        \
+                     : "r"(a), "r"(b), "r"(add), "n"(swizzled(128)), "n"(SWIZZLED), "n"(turned)           \
+                     : "memory");                                                                         \
     }
 
 PRODUCT(32, TEN() "," SIX(1), 16, 17, 18, 19, 20, 21, F16(0))
@@ -149,6 +202,17 @@ PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), 64, 65, 66, 67, 68, 69, F
 PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), 96, 97, 98, 99, 100, 101, F64(0), F32(64))
 PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), 128, 129, 130, 131,
         132, 133, F64(0), F64(64))
+
+// stmatrix of four 8 x 8, transposed: the lane's word n is [2t, 2t + 1][g] of matrix n, whose row i is at the
+// address that lane 8 n + i gives.
+__device__ inline void store_transposed(unsigned row, const unsigned* x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// What the thread has stored to shared memory is there for wgmma and the copy engine, once a barrier says so.
+__device__ inline void stores_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
 // columns. After, thread t has the four pieces of group t, 16 bytes side by side.

@@ -23,7 +23,7 @@ from shakespeare.attention_ext.rules import extents
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-RULES = (0, 1, 15)  # of csrc/cuda/rules.h: none, windows and sinks, all
+RULES = (0, 7, 15)  # of csrc/cuda/arguments.h: none, all but documents, all
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
@@ -158,9 +158,9 @@ def test_the_table():
         assert choose(None, 64, dtype, GPUS[7, 5], Queries(1, few=True))[0].name == "split"
         assert choose("backward", 64, dtype, GPUS[7, 5])[0].name == "backward1"
         assert choose("backward", 64, dtype, GPUS[8, 0])[0].name == f"backward{2 + (dtype != Dtype.FP32)}"
-    for d, rules, name in ((128, 0, "4"), (128, 1, "4"), (128, 2, "3"), (136, 0, "3")):
+    for d, rules, name in ((128, 0, "4"), (128, 7, "4"), (128, 9, "3"), (136, 0, "3")):
         assert choose("backward", d, Dtype.FP16, GPUS[9, 0], rules=rules)[0].name == f"backward{name}"
-    for d, rules, message in ((136, 0, "takes no heads of d = 136"), (64, 2, "with rules, or fewer heads")):
+    for d, rules, message in ((136, 0, "takes no heads of d = 136"), (64, 9, "with rules, or fewer heads")):
         with pytest.raises(ValueError, match=message):
             choose("backward4", d, Dtype.BF16, GPUS[9, 0], rules=rules)
     for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
