@@ -44,10 +44,12 @@ def held_out_loss(
     kernel: str | None = None,
     threads: int | None = None,
     between: tuple[float, float] = LAST_TENTH,
+    apart: int | None = None,
 ) -> Loss:
     """The loss on the last 10 % of a text, over contiguous windows of the block size, or without an end.
 
     between: the shares of the text where another part begins and ends.
+    apart: the longest window in tokens, for an endless model too, which then sees nothing before its own.
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
     as in EngineOptions. threads: the native engine's.
@@ -71,10 +73,12 @@ def held_out_loss(
         part = "last 10 %" if between == LAST_TENTH else "{:g} to {:g}".format(*between)
         amount = f"its {part}, which are evaluated, have {counted(len(ids), 'token')}"
         raise ValueError(f"text has {counted(len(text), 'character')}; {amount} and must have at least 2")
+    config = checkpoint.config
+    longest = apart if config.endless or apart is None else min(apart, config.block_size)
     if ENGINES["native"].refuses(checkpoint, options) is None:
         precisions = {"weights": weights, "kv_cache": kv_cache}
         opened = open_engine(checkpoint, part=part, slots=1, threads=threads, **precisions)
-        nats = native_loss(opened, ids)
+        nats = native_loss(opened, ids, longest)
     else:
         import torch
 
@@ -84,19 +88,18 @@ def held_out_loss(
         attend = with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
         gpt = rounded(checkpoint.model.with_attention(attend), weights)
         gpt = on_device(gpt, device, options.row, kernel)
-        nats = evaluate(gpt, torch.tensor(ids, device=device))
+        nats = evaluate(gpt, torch.tensor(ids, device=device), apart=longest)
     # Nothing predicts the first token, so neither it nor its characters count.
-    config = checkpoint.config
-    window = None if config.endless else config.block_size
+    window = longest or (None if config.endless else config.block_size)
     return Loss(nats * (len(ids) - 1) / (len(held_out) - 1), len(held_out), window)
 
 
-def native_loss(engine: Engine, ids: Sequence[int]) -> float:
+def native_loss(engine: Engine, ids: Sequence[int], apart: int | None = None) -> float:
     """What model.loss.evaluate() gives for two tokens or more, by the log-probabilities of prompts."""
     config = engine.config
     total = 0.0
-    reach = config.reach or 1
-    T = max(config.block_size, reach)
+    reach = 1 if apart else config.reach or 1
+    T = apart or max(config.block_size, reach)
     before = reach - 1  # tokens that a window sees ahead of its own
     for start in range(0, len(ids) - 1, T):
         engine.begin(0, ids[max(0, start - before) : start + T], top=0)

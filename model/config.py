@@ -10,6 +10,7 @@ EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"  # EMBEDDING's tensor, unless the head is untied
 PLACES = "transformer.wpe.weight"
 POSITIONS = ("table", "alibi")
+SLOPED = 256  # the window for which ALiBi's slopes are the published ones
 MOST_SIZE = 2**31
 # Each layer has names. A cache has room for a window, and no tensor of the checkpoint shows its size.
 MOST = {"n_layer": 4096, "window": 2**20}
@@ -93,10 +94,14 @@ class GPTConfig:
 
     @property
     def alibi_slopes(self) -> list[float]:
-        """ALiBi's slope of each head: powers of 2; if H is no power of 2, some between them, as published."""
+        """ALiBi's slope of each head: as published for a window of SLOPED, for half of it twice as steep.
+
+        The published ones are powers of 2; if H is no power of 2, some between them.
+        """
         power = 1 << (self.n_head.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
-        return slopes + [2 ** (-4 * (2 * h + 1) / power) for h in range(self.n_head - power)]
+        slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(self.n_head - power)]
+        return [slope * SLOPED / (self.window or SLOPED) for slope in slopes]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter by nanoGPT's name. HEAD is left out where it is EMBEDDING."""

@@ -52,7 +52,8 @@ def bench(tmp_path: Path, monkeypatch) -> Bench:
         recipe = {"block_size": 16, "batch_chars": 128, "seed": seed}
         return 2.0 + seed, {"recipe": recipe, "steps": steps, "seconds": 1.0, "curve": [[steps, 1.2, None]]}
 
-    def held_out_loss(out, text, part, between):
+    def held_out_loss(out, text, part, between, apart):
+        assert apart == 256
         seed = bench.learned[-1][0]
         bench.evaluated.append((seed, text, between))
         return Loss(LOSSES[seed - 1] if seed <= len(LOSSES) else bench.other, 100, 16)

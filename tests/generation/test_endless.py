@@ -93,6 +93,16 @@ def test_the_loss_is_that_of_the_whole_text(window):
     assert native_loss(open_engine(of), IDS) == pytest.approx(loss, rel=1e-5)
 
 
+def test_the_loss_of_windows_apart_is_that_of_each_alone():
+    of = model(20)
+    parts = [IDS[start : start + 65] for start in range(0, len(IDS) - 1, 64)]
+    with torch.no_grad():
+        logits = torch.cat([of.model(torch.tensor([part[:-1]]))[0] for part in parts])
+    loss = F.cross_entropy(logits, torch.tensor(IDS[1:])).item()
+    assert evaluate(of.model, torch.tensor(IDS), apart=64) == pytest.approx(loss, rel=1e-5)
+    assert native_loss(open_engine(of), IDS, apart=64) == pytest.approx(loss, rel=1e-5)
+
+
 def test_it_is_saved_and_loaded_and_other_programs_do_not_take_it(tmp_path):
     of = model(5)
     save(tmp_path / "endless", of.model, tiny.VOCABULARY, {})
