@@ -282,11 +282,11 @@ def _on_cuda(
     kernel: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 4."""
-    _, H, Hk, Nq, _, _ = sizes
+    _, H, Hk, *_ = sizes
     transformed = _transformed(q, k, v)
     gradient = gradient or transformed is not None
     ruled = rules is not None or Hk < H
-    more = (rules or ruling.Rules()).on_cuda(Nq).arguments() if ruled else ()
+    more = (rules or ruling.Rules()).on_cuda().arguments() if ruled else ()
     compute = operator(row.name, "cuda", gradient, return_lse, ruled)
     if transformed:
         compute = transformed[compute]

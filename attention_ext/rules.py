@@ -89,20 +89,19 @@ class Rules:
     bias: Tensor | None = None
     sinks: Tensor | None = None
     documents: Tensor | None = None
-    extents: Tensor | None = None  # of documents, on CUDA
+    extents: Tensor | None = None  # of documents on CUDA, by csrc/cuda/documents.cu, which part 4 launches
 
     def arguments(self) -> tuple[Any, ...]:
         """What an operator takes."""
         values = vars(self)
         return tuple(value.address if isinstance(value, ScoreMod) else value for value in values.values())
 
-    def on_cuda(self, Nq: int) -> Rules:
-        """The rules with contiguous tensors and with extents, as part 4 takes them on CUDA."""
+    def on_cuda(self) -> Rules:
+        """The rules with contiguous tensors, as part 4 takes them on CUDA."""
         tensors = ("alibi_slopes", "sinks", "documents")
-        laid = {n: t.contiguous() for n, t in vars(self).items() if n in tensors and t is not None}
-        if "documents" in laid:
-            laid["extents"] = extents(laid["documents"], Nq)
-        return replace(self, **laid)
+        return replace(
+            self, **{n: t.contiguous() for n, t in vars(self).items() if n in tensors and t is not None}
+        )
 
     def change(self, s: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk) as the rules change them, and where a query sees a key, of a like shape."""
@@ -157,23 +156,6 @@ def _modified() -> Any:
             return gradient * ctx.saved_tensors[0], None
 
     return Modified.apply
-
-
-def extents(documents: Tensor, Nq: int) -> Tensor:
-    """The keys that 16 queries may see in documents (B, Nk): (B, ceil(Nq / 16), 4), int32.
-
-    The first and the end of those that some of them see, then of those that all of them see. Documents whose
-    numbers do not grow are not looked at: 0, Nk, and none that all see. Nothing waits for a GPU.
-    """
-    import torch
-
-    Nk = documents.shape[1]
-    grow = (documents[:, 1:] >= documents[:, :-1]).all(1)[:, None]
-    own = torch.arange(-(-Nq // 16) * 16, device=documents.device).clamp(max=Nq - 1) + Nk - Nq
-    ends = [torch.searchsorted(documents, documents[:, own], right=right) for right in (False, True)]
-    first, end = (t.view(len(t), -1, 16) for t in ends)
-    found = (first[..., 0], 0), (end[..., -1], Nk), (first[..., -1], Nk), (end[..., 0], 0)
-    return torch.stack([t.where(grow, otherwise) for t, otherwise in found], -1).int()
 
 
 def named(rules: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def main() -> None:
         endless = {}
         if window:
             checked = rules.checked({"window": (window - 1, 0), "alibi_slopes": slopes}, q, T)
-            given = checked.on_cuda(T).arguments()
+            given = checked.on_cuda().arguments()
             endless = {"window": window, "slopes": tiled.data_ptr()}
         own = calls.Attention((B, H, T, d), dtype, 0, None, **endless)
         row = launcher_process.chosen(None, d, dtype, T)

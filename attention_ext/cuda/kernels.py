@@ -140,8 +140,6 @@ BACKWARD = {
             vectors=True,
             capability=(9, 0),
             only=True,
-            ruled=False,
-            undocumented=True,
         ),
         _with_mma(
             "backward3",
@@ -167,6 +165,16 @@ BACKWARD = {
 
 
 EVERY = KERNELS | BACKWARD
+# Launched before those that take the rule `documents`.
+DOCUMENTS = Kernel(
+    "documents",
+    {Dtype.FP32: "documents.cu"},
+    "where each key's document begins and ends",
+    "",
+    tiles.documents,
+    launches.for_each_key,
+    functions=("attention_documents",),
+)
 GRADIENT = "backward"  # in place of a name: the best of BACKWARD
 
 

@@ -14,7 +14,6 @@ from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
-DOCUMENTS = 8  # of RULES, csrc/cuda/arguments.h, the largest
 MOST_WAVES = 8  # of blocks, among which splits() chooses
 WAVE_COST = 0.02
 
@@ -82,6 +81,12 @@ def resident(kernel: Compiled, call: Sizes) -> Structure:
     scratch = int(uneven and blocks < tiles)
     box = kernel.tile.sizes["BOX"]
     return _plan(kernel, _launch(kernel, blocks), br=64, box=box, scratch=scratch)
+
+
+def for_each_key(kernel: Compiled, call: Sizes) -> Structure:
+    """documents.cu: a thread for each key of each batch, of which there is one head. scratch: the extents."""
+    blocks = call.heads * -(-call.Nk // kernel.tile.threads)
+    return _plan(kernel, _launch(kernel, blocks), scratch=2 * call.heads * (1 + call.Nk))
 
 
 def split(kernel: Compiled, call: Sizes) -> Structure:
@@ -176,7 +181,7 @@ class Kernel:
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
-    it takes rules, and fewer heads of k and v. undocumented: it takes them without documents.
+    it takes rules, and fewer heads of k and v.
     """
 
     name: str
@@ -192,7 +197,6 @@ class Kernel:
     earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False
     ruled: bool = False
-    undocumented: bool = False
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -205,7 +209,7 @@ class Kernel:
 
     def takes(self, rules: int) -> bool:
         """Whether the kernel takes these rules, RULES of csrc/cuda/rules.h."""
-        return not rules or self.ruled or self.undocumented and rules < DOCUMENTS
+        return not rules or self.ruled
 
     def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
         """Whether a GPU of this compute capability can run the kernel in a dtype."""

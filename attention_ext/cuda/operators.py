@@ -10,7 +10,14 @@ from shakespeare.attention_ext import extension, torch_func
 from shakespeare.attention_ext.build import recipes, structs
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import driver
-from shakespeare.attention_ext.cuda.kernels import BACKWARD, GRADIENT, MOST_ROWS, WIDEST, check_kernel
+from shakespeare.attention_ext.cuda.kernels import (
+    BACKWARD,
+    DOCUMENTS,
+    GRADIENT,
+    MOST_ROWS,
+    WIDEST,
+    check_kernel,
+)
 from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
 from shakespeare.attention_ext.rules import ARGUMENTS, Rules
@@ -31,9 +38,13 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
     """The launcher asks how to launch sizes that are new to it. The device is current."""
     try:
         kernel = name.decode() if name else None
-        _check_sizes(kernel, Nq, Nk, d)
         call = Sizes(heads, Nq, seen, group, bool(causal or rules))
-        chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules)
+        if kernel == DOCUMENTS.name:
+            tile = DOCUMENTS.tile(d, Dtype.FP32, driver.gpu(index))
+            chosen = driver.load(DOCUMENTS, tile, d, Dtype.FP32, index)
+        else:
+            _check_sizes(kernel, Nq, Nk, d)
+            chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules)
         plan[0] = chosen.row.plan(chosen, call)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")

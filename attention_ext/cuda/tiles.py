@@ -299,6 +299,11 @@ def _multiplies_16(dtype: Dtype, queries: int, capability: Capability) -> bool:
     return queries > (4 if dtype is Dtype.FP32 else 2)
 
 
+def documents(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
+    """A thread for each key."""
+    yield Tile(1, 1, 256, 0)
+
+
 def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """The widest that fits is the best: a number from shared memory serves more products."""
     pitch = up(d, 16) | 1

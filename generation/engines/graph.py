@@ -47,7 +47,8 @@ class Step:
         first = self.rows.where(writes, self.last)[:, None]  # row that the query sees, (n, 1)
         self.places = self.last - first
         self.documents = (torch.arange(self.last + 1, device=first.device) >= first).long()
-        self.extents = torch.cat([first, first * 0 + self.last + 1], 1).int().repeat(1, 2)[:, None]
+        extent = torch.cat([first, first * 0 + self.last + 1], 1).int()
+        self.extents = torch.stack([extent * 0, extent], 1)  # the numbers grow; the query's
         self.slots = torch.arange(len(writes), device=writes.device)
         self.layers = iter(self.caches)
         logits = self.model(self.pending.clamp(min=0)[:, None], [self for _ in self.caches])[:, 0]

@@ -30,7 +30,9 @@ struct alignas(16) float4 {
 struct alignas(8) float2 {
     float x, y;
 };
-struct int4;  // of an argument that this engine does not read
+struct alignas(8) int2 {
+    int x, y;
+};
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };

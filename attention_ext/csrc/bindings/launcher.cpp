@@ -136,7 +136,7 @@ struct Plan {
     int32_t br, bc, box;     // box: columns that the copy engine takes at once; 0: no tensor maps
 };
 
-constexpr char GRADIENT[] = "backward";  // of cuda/kernels.py
+constexpr char GRADIENT[] = "backward", DOCUMENT_KERNEL[] = "documents";  // of cuda/kernels.py
 
 struct Sizes {
     int device, format;              // FORMAT of cuda/call.h
@@ -254,9 +254,16 @@ void launch(const Launch& of, void** parameters, void* stream) {
     libraries().check(libraries().launch(&config, of.function, parameters, nullptr));
 }
 
+void* stream_of(const Sizes& s) {
+    void* stream = nullptr;
+    REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
+    return stream;
+}
+
 // The rules of a call as attention_ext/rules.py lists them, which gives the build RULE_FIELDS and RULE_TYPES.
 struct Given {
     RULE_FIELDS
+    std::optional<Tensor> found = {};  // the memory of extents that are not given
 
     // A tensor's address; throws unless it has this type and shape, and is contiguous on q's device.
     template <class Number>
@@ -271,14 +278,19 @@ struct Given {
         return static_cast<const Number*>(t->const_data_ptr());
     }
 
-    Rules of(const Tensor& q, const Sizes& s, bool causal) const {
+    // The rules, with extents of documents that are found by a launch, unless they are given.
+    Rules of(const Tensor& q, const Sizes& s, bool causal) {
         constexpr double LOG2E = 1.44269504088896340736;
         REQUIRE(left >= 0 && right >= 0, "a window's sides must be at least 0");
-        REQUIRE(!documents || (s.Nq <= s.Nk && extents), "documents need extents, and as many keys as queries");
+        REQUIRE(!documents || s.Nq <= s.Nk, "documents need as many keys as queries");
+        const auto* const numbers = data<long long>(documents, q, "documents", ScalarType::Long, {s.B, s.Nk});
+        const int64_t rows = extents && extents->dim() == 3 ? extents->size(1) : 1 + s.Nk;
+        REQUIRE(!documents || (rows > s.Nq && rows <= 1 + s.Nk), "extents have ", rows, " rows");
         Rules rules{data<float>(alibi_slopes, q, "alibi_slopes", ScalarType::Float, {s.B, s.H}),
-                    data<float>(sinks, q, "sinks", ScalarType::Float, {s.H}),
-                    data<long long>(documents, q, "documents", ScalarType::Long, {s.B, s.Nk}),
-                    data<int4>(extents, q, "extents", ScalarType::Int, {s.B, (s.Nq + 15) / 16, 4})};
+                    data<float>(sinks, q, "sinks", ScalarType::Float, {s.H}), numbers,
+                    data<int2>(extents, q, "extents", ScalarType::Int, {s.B, rows, 2})};
+        if (documents && !extents) rules.extents = find_extents(numbers, s);
+        rules.extent_rows = documents ? static_cast<int>(rows) : 0;
         // No limit is as far as any key: NVRTC makes the kernels' comparison a difference, which must not
         // overflow.
         rules.left = static_cast<int>(std::min(left, s.Nk));
@@ -287,6 +299,18 @@ struct Given {
         rules.softcap = static_cast<float>(softcap * LOG2E);
         rules.softcap_below = static_cast<float>(1 / (softcap * LOG2E));
         return rules;
+    }
+
+  private:
+    const int2* find_extents(const long long* numbers, const Sizes& s) {
+        const Plan plan = plan_for({s.device, 0, s.B, 1, s.Nk, s.Nk, 1, 1, DOCUMENT_KERNEL, 0, 0, s.Nk});
+        found = on_device({plan.scratch}, ScalarType::Float, *documents);
+        void *extents = found->mutable_data_ptr(), *const stream = stream_of(s);
+        libraries().check(libraries().fill(extents, 0, plan.scratch, stream));
+        int Nk = static_cast<int>(s.Nk);
+        void* parameters[] = {&numbers, &extents, &Nk};
+        launch(plan.launches[0], parameters, stream);
+        return static_cast<const int2*>(extents);
     }
 };
 
@@ -322,7 +346,7 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, c
 }
 
 Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrices& v, const Matrices& out,
-             std::optional<double> scale, const Given* given) {
+             std::optional<double> scale, Given* given) {
     constexpr double LN2 = 0.693147180559945309417;
     const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
     Call call{};
@@ -369,17 +393,11 @@ Tensor narrowed(Tensor t, const Sizes& s) {
     return t.size(3) == s.d ? t : torch::stable::contiguous(torch::stable::narrow(t, 3, 0, s.d));
 }
 
-void* stream_of(const Sizes& s) {
-    void* stream = nullptr;
-    REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
-    return stream;
-}
-
 // out (B, H, Nq, d), contiguous; with lse also (B, H, Nq). No kernel: the fastest, and q with its heads beside
 // each other gives such an out. No scale: 1 / sqrt(d).
 Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal, std::optional<double> scale,
               const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr,
-              const Given* given = nullptr) {
+              Given* given = nullptr) {
     Sizes s = sizes_of(q_, k_, v_, causal, given);
     REQUIRE(!kernel || !kernel->empty(), "kernel must be a name");
     if (kernel && kernel->rfind(GRADIENT, 0) != 0) s.kernel = *kernel;  // or the backward pass's
@@ -433,7 +451,7 @@ template <class... Rule>
 std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                        std::optional<double> scale, std::optional<std::string> kernel,
                                        Rule... rules) {
-    const Given given{rules...};
+    Given given{rules...};
     std::optional<Tensor> lse;
     const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, &given);
     return {out, *lse};
@@ -446,8 +464,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
                                                   const Tensor& out_, const Tensor& lse, bool causal,
                                                   std::optional<double> scale,
                                                   std::optional<std::string> kernel, Rule... rules) {
-    const Given all{rules...};
-    const Given* const given = all.left < 0 ? nullptr : &all;
+    Given all{rules...};
+    all.extents.reset();  // they may be those of the queries alone
+    Given* const given = all.left < 0 ? nullptr : &all;
     Sizes s = sizes_of(q_, k_, v_, causal, given);
     for (const Tensor* t : {&dout_, &out_})
         REQUIRE(sizes_of(*t, k_, v_, causal, given).all() == s.all(), "dout and out must be as q is");

@@ -5,7 +5,7 @@
 #include "numbers.h"
 #else  // the launcher, which knows no dtype
 using Element = void;
-struct int4;
+struct int2;
 struct float2;
 #endif
 
@@ -24,10 +24,11 @@ struct Strides {
 struct Rules {
     const float *slopes, *sinks;   // (B, H), (H)
     const long long* documents;    // (B, Nk)
-    const int4* extents;           // (B, ceil(Nq / 16)), as rules.py's extents() gives them
+    const int2* extents;           // (B, extent_rows), as documents.cu gives them
     int left, right;               // query i sees the keys p - left .. p + right, p = i + Nk - Nq
     int group;                     // heads of q that read one head of k and v
     float softcap, softcap_below;  // times log2(e); 1 / softcap
+    int extent_rows;               // 1 + Nk, or in the forward pass the first and those of the last keys
 };
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is

@@ -100,17 +100,32 @@ __device__ inline unsigned index_across_heads(const Call& call, int rows) {
     return call.causal ? blockIdx.x % all * tiles + blockIdx.x / all : blockIdx.x;
 }
 
-// The queries `first` to `end` - 1 hold all that see some of the keys j to `last`; may be empty.
+// The queries `first` to `end` - 1 of a head of all batches hold all that see some of the keys j to `last`; may
+// be empty.
 struct QueryRange {
     int first, end;
 };
-__device__ inline QueryRange queries_of(const Call& call, int j, int last) {
+__device__ inline QueryRange queries_of(const Call& call, long long head, int j, int last) {
 #if RULES
     const long long end = (long long)last + 1 - call.Nk + call.Nq + call.rules.left;
-    return {max(j - call.Nk + (call.Nq - call.rules.right), 0), (int)min((long long)call.Nq, max(end, 0LL))};
+    QueryRange range{max(j - call.Nk + (call.Nq - call.rules.right), 0),
+                     (int)min((long long)call.Nq, max(end, 0LL))};
+#if RULES & DOCUMENTS
+    range.first = max(range.first, document_of(call, head, j).first - call.Nk + call.Nq);
+    range.end = min(range.end, max(document_of(call, head, last).end - call.Nk + call.Nq, 0));
+#endif
+    return range;
 #else
     return {call.causal ? max(j - call.Nk + call.Nq, 0) : 0, call.Nq};
 #endif
+}
+
+// The queries `first` to `end` - 1 see all of the keys j to `last`.
+__device__ inline QueryRange queries_of_all(const Call& call, long long head, int j, int last) {
+#if RULES & DOCUMENTS
+    if (document_of(call, head, j).numbers) return {call.Nq, 0};
+#endif
+    return {queries_of(call, head, last, last).first, queries_of(call, head, j, j).end};
 }
 
 // Whether query i sees key j0 + c, its score there, times log2(e), and the derivative of that by `score`.
@@ -120,8 +135,13 @@ struct Pair {
 };
 __device__ inline Pair pair_of(const Call& call, long long head, int i, int j0, int c, float score) {
 #if RULES
-    const Row row(call, head, i, j0);
-    return {row.sees(c), row.changed(score, c), row.derivative(score)};
+    const Row row(call, head, i, j0, true);
+    bool seen = row.sees(c);
+#if RULES & DOCUMENTS
+    const long long* const numbers = numbers_of(call, head);  // less than their extents, for a single key
+    seen = seen && numbers[j0 + c] == numbers[min(i, call.Nq - 1) + call.Nk - call.Nq];
+#endif
+    return {seen, row.changed(score, c), row.derivative(score)};
 #else
     return {j0 + c < keys_seen(call, i), score, 1.0f};
 #endif

@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     load(s.K, first.k, call.k_strides.row, j0, call.Nk);
     load(s.V, first.v, call.v_strides.row, j0, call.Nk);
     float dK[EACH][WIDTH] = {}, dV[EACH][WIDTH] = {};
-    const QueryRange queries = queries_of(call, j0, min(j0 + SIDE, call.Nk) - 1);
+    const QueryRange queries = queries_of(call, block.head, j0, j0 + SIDE - 1);
     for (unsigned head = block.head; head < block.head + block.group; ++head) {
         const Block at = block_at(call, head, 0);
         for (int i0 = queries.first / SIDE * SIDE; i0 < queries.end; i0 += SIDE) {

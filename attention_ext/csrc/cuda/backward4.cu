@@ -2,7 +2,7 @@
 // Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
 // Shapes: bf16 and fp16; d is a multiple of 8 up to 128; rows, heads and batches start at multiples of 16
-//     bytes. All rules but documents.
+//     bytes.
 // Loop nest: a block goes over tiles of 128 keys, 64 for each of two warpgroups that multiply, and for each
 //     over the tiles of Br queries that see some. S and dP are transposed: keys are their rows. A warpgroup
 //     begins, for tile j of queries after tile j - 1:
@@ -59,7 +59,6 @@ constexpr unsigned TOGETHER = (32 << 20) / (8 * width);  // queries whose Q, dO 
 static_assert(BC == 64 * GROUPS && THREADS == 128 * (GROUPS + 1) && d % 8 == 0, "tile");
 static_assert(TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % TILE == 0 && TURN_ROWS == TILE, "tile");
 static_assert(BY_ROWS || columns == BOX, "halves of dQ are rows, or boxes of columns");
-static_assert(!(RULES & DOCUMENTS), "documents are backward3's");
 
 // P is held for dS as 16 bits alone, times the derivative of the scores: W, if that is not P.
 constexpr bool WEIGHTED = RULES & SOFTCAP;
@@ -95,7 +94,7 @@ __device__ inline Work work_of(const Call& call, unsigned index) {
     const unsigned head = index / (most * tiles) * most, heads = min(most, all - head);
     const unsigned within = index - head * tiles;
     const int j = (tiles - 1 - within / heads) * BC;
-    const QueryRange seen = queries_of(call, j, min(j + BC, call.Nk) - 1);
+    const QueryRange seen = queries_of(call, (head + within % heads) * group, j, j + BC - 1);
     const int first = seen.first / TILE * TILE;
     return {(int)(head + within % heads), j, first, max((seen.end - first + TILE - 1) / TILE, 0)};
 }
@@ -106,7 +105,14 @@ __device__ inline Work shared_work(unsigned from) {
 }
 
 // The last tile of keys that some of the queries from i on see: the first to add to their dQ.
-__device__ inline int first_adder(const Call& call, int i) { return (keys_seen(call, i + TILE - 1) - 1) / BC; }
+__device__ inline int first_adder(const Call& call, int head, int i) {
+    const int last = i + TILE - 1;
+    int end = keys_seen(call, last);
+#if RULES & DOCUMENTS
+    end = min(end, document_of(call, head, last + call.Nk - call.Nq).end);
+#endif
+    return (end - 1) / BC;
+}
 
 // A work's tiles of queries one after the other, head by head.
 struct Queries {
@@ -150,9 +156,10 @@ __device__ inline Call anew(Call call) {
 // other tiles. The work goes with K; NO_MORE ends the block.
 __device__ inline void produce(const Call& call, const Gradients& to, unsigned shared, const Matrix& Q,
                                const Matrix& K, const Matrix& V, const Matrix& dO) {
-    unsigned stage = 0, phase = 1, n = 0;
+    constexpr unsigned OWN_PHASE = 1u << 31;  // of n, beside the number of tiles: registers are few
+    unsigned stage = 0, phase = 1;
 #pragma unroll 1
-    for (unsigned own_phase = 1;; own_phase ^= 1) {
+    for (unsigned n = OWN_PHASE;; n ^= OWN_PHASE) {
         const Call now = anew(call);
         const unsigned index = atomicAdd(counters_of(now, to), 1u);
         const Work work = index < works(now) ? work_of(now, index) : Work{NO_MORE, 0, 0, 0};
@@ -176,7 +183,7 @@ __device__ inline void produce(const Call& call, const Gradients& to, unsigned s
             }
             if (first) {
                 first = false;
-                barrier_wait(shared + at::own_empty, own_phase);
+                barrier_wait(shared + at::own_empty, n / OWN_PHASE);
                 store_shared(shared + at::work, {(unsigned)work.of_keys, (unsigned)work.first_key,
                                                  (unsigned)work.first, (unsigned)work.tiles});
                 if (work.of_keys == NO_MORE) {
@@ -218,7 +225,7 @@ __device__ inline void add(const Call& call, const Gradients& to, unsigned share
             const Call now = anew(call);
             const unsigned row = of.head * (unsigned)padded_rows(now) + of.row;
             unsigned* const turn = counters_of(now, to) + 1 + row / TURN_ROWS;
-            const unsigned before = first_adder(now, of.row) - work.first_key / BC;
+            const unsigned before = first_adder(now, of.head, of.row) - work.first_key / BC;
             while (load_acquired(turn) != before) {
             }
             barrier_wait(shared + at::dq_full + 8 * adder, phase);
@@ -280,9 +287,19 @@ __device__ inline void weigh(const Call& call, int head, int first, int row, uns
     if (MASKED)
         UNROLLED(h, 2) {
             const int j = row + 8 * h;
-            const QueryRange of = queries_of(call, j, j);
+            const QueryRange of = queries_of(call, head, j, j);
             seen[h] = {j < call.Nk ? of.first - first - column : TILE, of.end - first - column};
         }
+    unsigned long long hidden = 0;  // of S, by documents whose numbers are compared
+#if RULES & DOCUMENTS
+    if (const long long* const numbers = MASKED ? document_of(call, head, row).numbers : nullptr)
+#pragma unroll 4
+        for (int n = 0; n < TILE / 2; n++) {
+            const int key = row + n / 2 % 2 * 8, query = first + column + n / 4 * 8 + n % 2 + call.Nk - call.Nq;
+            const bool other = numbers[min(key, call.Nk - 1)] != numbers[min(query, call.Nk - 1)];
+            hidden |= (unsigned long long)other << n;
+        }
+#endif
 #if RULES & ALIBI
     const float slope = call.rules.slopes[head] * LOG2E;
     const float own[2] = {(float)(first + column + call.Nk - call.Nq - row),
@@ -304,6 +321,7 @@ __device__ inline void weigh(const Call& call, int head, int first, int row, uns
             s -= slope * fabsf(own[e / 2] + (float)c);
 #endif
             if (MASKED && !(c >= seen[e / 2].first && (!RULES || c < seen[e / 2].end))) s = -INF;
+            if (RULES & DOCUMENTS && hidden >> (4 * m + e) & 1) s = -INF;
             s = MASKED || CHANGES ? s - lse[e % 2] : fmaf(s, call.scale, -lse[e % 2]);
             p[e] = exp2_approx(s);
             w[e] = p[e] * fmaf(-t, t, 1.0f);
@@ -376,8 +394,8 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
         stored(at::dq_full + 8 * (tile & 1));
     };
     const auto to_weights = [&](float (&S)[TILE / 2], int head, int first) {
-        const bool masked = own + 64 > call.Nk || first < queries_of(call, own + 63, own + 63).first ||
-                            (RULES && first + TILE > queries_of(call, own, own).end);
+        const QueryRange clear = queries_of_all(call, head, own, own + 63);
+        const bool masked = own + 64 > call.Nk || first < clear.first || (RULES && first + TILE > clear.end);
         const unsigned numbers = shared + at::rows + stage * at::rows_bytes + lane % 4 * 8;
         if (masked)
             weigh<true>(call, head, first, row, numbers, S, P, W);

@@ -263,7 +263,7 @@ __device__ inline void each_tile(int count, unsigned ring, const Copy& copy, con
 template <class Worker>
 __device__ inline void over_queries(Worker& worker, const Call& call, const Gradients& to,
                                     const KeyBlock& block, unsigned ring) {
-    const QueryRange queries = queries_of(call, block.first_key, min(block.first_key + BC, call.Nk) - 1);
+    const QueryRange queries = queries_of(call, block.head, block.first_key, block.first_key + BC - 1);
     const int first = queries.first / TILE * TILE;
     const int tiles = max((queries.end - first + TILE - 1) / TILE, 0);  // of each head
     const auto head_of = [&](int n) { return block.head + n / tiles; };

@@ -239,8 +239,9 @@ __device__ inline void mask(float (&S)[Bc / 2], const Call& call, const Tile& ti
     const bool all_seen = (!RULES || j0 >= keys.all_first) && j0 + Bc <= keys.all_end;
     if (!CHANGES && all_seen) return;
 #if RULES
+    int head = tile.batch * call.heads + tile.head;
+    if (RULES & DOCUMENTS) hold(head);  // what follows is not computed beside the products: registers are few
     UNROLLED(h, 2) {
-        const long long head = (long long)tile.batch * call.heads + tile.head;
         const Row of_row(call, head, row + 8 * h, j0 + lane % 4 * 2);
         apply<Bc / 4>(of_row, [&](int i) -> float& { return S[i / 2 * 4 + 2 * h + i % 2]; }, all_seen);
     }

@@ -18,6 +18,24 @@ __device__ inline int first_seen(const Call& call, int query) {
 }
 #endif
 
+#if RULES & DOCUMENTS
+// The keys of a key's document. Where numbers do not grow these are all keys, and `numbers`, else null, tell.
+struct Document {
+    int first, end;
+    const long long* numbers;
+};
+__device__ inline const long long* numbers_of(const Call& call, unsigned head) {
+    return call.rules.documents + head / (unsigned)call.heads * (long long)call.Nk;
+}
+__device__ inline Document document_of(const Call& call, unsigned head, int key) {
+    const int2* const extents =
+        call.rules.extents + head / (unsigned)call.heads * (long long)call.rules.extent_rows;
+    const int2 keys = extents[call.rules.extent_rows - call.Nk + min(key, call.Nk - 1)];
+    if (extents->x) return {0, call.Nk, numbers_of(call, head)};
+    return {keys.x, keys.y, nullptr};
+}
+#endif
+
 // Of the queries i to `last` of a head of all batches; may be empty.
 __device__ inline Range range_of(const Call& call, long long head, int i, int last) {
 #if RULES
@@ -25,18 +43,12 @@ __device__ inline Range range_of(const Call& call, long long head, int i, int la
     i = min(i, last);
     Range range{first_seen(call, i), keys_seen(call, last), first_seen(call, last), keys_seen(call, i)};
 #if RULES & DOCUMENTS
-    const int4* const extents = call.rules.extents + head / call.heads * ((call.Nq + 15) / 16);
-    int first = call.Nk, end = 0;
-#pragma unroll 1
-    for (int n = i / 16; n <= last / 16; n++) {
-        const int4 of = extents[n];  // what some of 16 queries see, then what all see
-        first = min(first, of.x);
-        end = max(end, of.y);
-        range.all_first = max(range.all_first, of.z);
-        range.all_end = min(range.all_end, of.w);
-    }
-    range.first = max(range.first, first);
-    range.end = min(range.end, end);
+    const Document of_first = document_of(call, head, i + call.Nk - call.Nq);
+    const Document of_last = document_of(call, head, last + call.Nk - call.Nq);
+    range.first = max(range.first, of_first.first);
+    range.end = min(range.end, of_last.end);
+    range.all_first = of_last.numbers ? call.Nk : max(range.all_first, of_last.first);
+    range.all_end = min(range.all_end, of_first.end);
 #endif
     range.end = max(range.first, range.end);
     return range;
@@ -58,12 +70,13 @@ __device__ inline float tanh_of(float x) {
 
 // Query i of a head of all batches, and the keys from j0 on.
 struct Row {
-    int first, end;  // it sees the keys j0 + first to j0 + end - 1, or those of its document
+    int first, end;  // it sees the keys j0 + first to j0 + end - 1; with documents those with its number
     float own, slope, cap, cap_below;
-    const long long* documents;
+    const long long* documents = nullptr;  // numbers that must be compared
     long long document;
 
-    __device__ inline Row(const Call& call, long long head, int i, int j0) {
+    // without: the documents are left to the caller.
+    __device__ inline Row(const Call& call, long long head, int i, int j0, bool without = false) {
         i = min(i, call.Nq - 1);
         first = first_seen(call, i) - j0;
         end = keys_seen(call, i) - j0;
@@ -75,8 +88,14 @@ struct Row {
         slope = call.rules.slopes[head] * LOG2E;
 #endif
 #if RULES & DOCUMENTS
-        documents = call.rules.documents + head / call.heads * call.Nk + j0;
-        document = documents[p];
+        if (without) return;
+        const Document of = document_of(call, head, p + j0);
+        first = max(first, of.first - j0);
+        end = min(end, of.end - j0);
+        if (of.numbers) {
+            documents = of.numbers + j0;
+            document = documents[p];
+        }
 #endif
     }
     // The score of key j0 + c, in powers of two, as it changes, and whether it is seen; then both.
@@ -91,7 +110,7 @@ struct Row {
         return 1.0f - x * x;
     }
     __device__ inline bool sees(int c) const {
-        return c >= first && c < end && (!(RULES & DOCUMENTS) || documents[c] == document);
+        return c >= first && c < end && (!(RULES & DOCUMENTS) || !documents || documents[c] == document);
     }
     __device__ inline float operator()(float s, int c) const { return sees(c) ? changed(s, c) : -INF; }
 };
@@ -104,13 +123,17 @@ __device__ inline void apply(const Row& row, const Score& score, bool all_seen) 
     if (CHANGES)
         UNROLLED(i, count) score(i) = row.changed(score(i), column(i));
     if (all_seen) return;
-    unsigned long long seen = 0;
-    if (RULES & DOCUMENTS) {  // a few loads at a time: all would spill
-#pragma unroll 4
-        for (int i = 0; i < count; i++) seen |= (unsigned long long)row.sees(column(i)) << i;
+    if (RULES & DOCUMENTS && row.documents) {  // one load at a time: all would spill
+        static_assert(count <= 32, "bits of `seen`");
+        unsigned seen = 0;
+#pragma unroll 1
+        for (int i = 0; i < count; i++) seen |= (unsigned)row.sees(column(i)) << i;
+        UNROLLED(i, count)
+            if (!(seen >> i & 1)) score(i) = -INF;
+        return;
     }
     UNROLLED(i, count)
-        if (!(RULES & DOCUMENTS ? seen >> i & 1 : row.sees(column(i)))) score(i) = -INF;
+        if (column(i) < row.first || column(i) >= row.end) score(i) = -INF;
 }
 
 // The sink joins a row's sum l; the maximum m times `scale` is in powers of two. Returns what O is multiplied

@@ -35,6 +35,7 @@ def test_the_operators_fake(dtype):
 def test_rules_and_heads_that_share_keys():
     q, k, v = (torch.empty(2, h, 5, 8, device="cuda", dtype=torch.float16) for h in (6, 2, 2))
     given = dict(window=(3, None), softcap=2.0, sinks=torch.empty(6, device="cuda"))
+    given |= dict(documents=torch.empty(2, 5, device="cuda", dtype=torch.int32))
     for options in ({}, given):
         out, lse = attention("part4", q, k, v, return_lse=True, **options)
         assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)

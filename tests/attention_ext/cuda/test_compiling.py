@@ -7,6 +7,7 @@ import math
 import sys
 from unittest.mock import Mock
 
+import cuda_on_cpu
 import pytest
 import torch
 from support import ROOT, naming, printed
@@ -17,13 +18,12 @@ from shakespeare.attention_ext.cuda.kernels import EVERY, FASTEST, KERNELS, WIDE
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
 from shakespeare.attention_ext.parts import BuildError, Dtype
-from shakespeare.attention_ext.rules import extents
 
 # KiB for a block, by NVIDIA's guide
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-RULES = (0, 7, 15)  # of csrc/cuda/arguments.h: none, all but documents, all
+RULES = (0, 15)  # of csrc/cuda/arguments.h: none, all
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
@@ -77,21 +77,37 @@ def test_each_step_compiles_for_each_architecture(name, capability):
             check(name, 256, dtype)
 
 
-def test_extents_are_the_keys_of_16_queries_documents():
+WORK = """
+#include "documents.cu"
+struct Work {
+    const long long* documents;
+    int2* extents;
+    int Nk;
+};
+void decode(const Work& w) { attention_documents(w.documents, w.extents, w.Nk); }
+"""
+
+
+def test_extents_are_each_keys_document(tmp_path):
+    """documents.cu on the CPU, for numbers that grow and others."""
+    (tmp_path / "documents.cu").write_text((nvrtc.SOURCES / "documents.cu").read_text())
+    (tmp_path / "work.h").write_text(WORK)
+    sizes = {"FORMAT": 0, "THREADS": 32, "BLOCKS": 1, "SHARED_BYTES": 0}
+    cuda_on_cpu.build(tmp_path, "work.h", sizes)
+    run = ctypes.CDLL(tmp_path / "emulator.so").run
     generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        Nk = int(torch.randint(1, 120, (), generator=generator))
-        Nq = int(torch.randint(1, Nk + 1, (), generator=generator))
-        documents = torch.randint(0, 6, (2, Nk), generator=generator)
-        documents[0] = documents[0].sort().values
-        grow = (documents[:, 1:] >= documents[:, :-1]).all(1)
-        for b, blocks in enumerate(extents(documents, Nq).tolist()):
-            for n, found in enumerate(blocks):
-                same = documents[b, -Nq:, None][16 * n : 16 * n + 16] == documents[b]
-                some, every = same.any(0).nonzero(), same.all(0).nonzero().flatten().tolist()
-                expected = [int(some.min()), int(some.max()) + 1] if grow[b] else [0, Nk]
-                assert found[:2] == expected
-                assert [*range(*found[2:])] == (every if grow[b] else [])
+    for Nk in (1, 31, 32, 33, 100):
+        documents = torch.randint(0, 6, (3, Nk), generator=generator) * 2**40 - 2**41
+        documents[:2] = documents[:2].sort().values
+        found = torch.zeros(3, 1 + Nk, 2, dtype=torch.int32)
+        work = (ctypes.c_int64 * 3)(documents.data_ptr(), found.data_ptr(), Nk)
+        assert run(work, 3 * -(-Nk // 32), 0) == 0
+        for numbers, (first, *keys) in zip(documents, found.tolist()):
+            grow = bool((numbers[1:] >= numbers[:-1]).all())
+            assert first == [not grow, 0]
+            same = (numbers[:, None] == numbers).int()
+            ends = torch.stack([same.argmax(1), Nk - same.flip(1).argmax(1)], 1)
+            assert keys == ends.tolist() or not grow
 
 
 @pytest.mark.full
@@ -158,11 +174,10 @@ def test_the_table():
         assert choose(None, 64, dtype, GPUS[7, 5], Queries(1, few=True))[0].name == "split"
         assert choose("backward", 64, dtype, GPUS[7, 5])[0].name == "backward1"
         assert choose("backward", 64, dtype, GPUS[8, 0])[0].name == f"backward{2 + (dtype != Dtype.FP32)}"
-    for d, rules, name in ((128, 0, "4"), (128, 7, "4"), (128, 9, "3"), (136, 0, "3")):
+    for d, rules, name in ((128, 0, "4"), (128, 15, "4"), (136, 0, "3")):
         assert choose("backward", d, Dtype.FP16, GPUS[9, 0], rules=rules)[0].name == f"backward{name}"
-    for d, rules, message in ((136, 0, "takes no heads of d = 136"), (64, 9, "with rules, or fewer heads")):
-        with pytest.raises(ValueError, match=message):
-            choose("backward4", d, Dtype.BF16, GPUS[9, 0], rules=rules)
+    with pytest.raises(ValueError, match="takes no heads of d = 136"):
+        choose("backward4", 136, Dtype.BF16, GPUS[9, 0])
     for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
         for d in range(1, WIDEST + 1):
             assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d

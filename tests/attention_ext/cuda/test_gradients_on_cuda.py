@@ -30,6 +30,13 @@ def tensors(dtype, B, H, Hk, Nq, Nk, d, seed=0):
     return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in made] if seed % 4 > 1 else made
 
 
+def documents(choose, Nk):
+    """Numbers (Nk,): of even or uneven lengths, or some that do not grow."""
+    keys = torch.arange(Nk)
+    ends = torch.tensor(choose.choices(range(Nk), k=choose.choice([1, 3, 30])))
+    return choose.choice([keys // choose.randint(1, 99), (keys[:, None] >= ends).sum(1), keys * 7 % 3])
+
+
 def gradients(given, dlse, rules=None, part4=True, **options):
     """Those of q, k, v and sinks, by autograd. dlse: or None. rules: the options of attention() for them."""
     q, k, v = (t.detach().requires_grad_() for t in given[:3])
@@ -55,10 +62,10 @@ def test_generated_cases(dtype, ruled):
         if not causal and not ruled and choose.random() < 0.3:
             Nq, Nk = Nk, Nq
         if ruled:
-            side, documents = [None, 0, 30, 500], torch.arange(Nk).cuda() // choose.randint(1, 99)
+            side = [None, 0, 30, 500]
             rules = dict(window=tuple(choose.choices(side, k=2)), softcap=choose.choice([0.5, 30.0]))
             rules |= dict(alibi_slopes=torch.rand(H).cuda(), sinks=torch.randn(H).cuda().requires_grad_())
-            rules |= dict(documents=documents.expand(B, Nk))
+            rules |= dict(documents=torch.stack([documents(choose, Nk) for _ in range(B)]).cuda())
             rules = {name: rules[name] for name in rules if choose.random() < 0.5}
         scale = choose.choice([d**-0.5, d**-0.5, 0.2, -0.1])
         given = tensors(dtype, B, H, Hk, Nq, Nk, d, seed)
