@@ -23,6 +23,7 @@ from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
+from shakespeare.attention_ext.rules import Rules
 from shakespeare.attention_ext.user_kernel import CudaCall
 
 STREAM = 7
@@ -41,7 +42,8 @@ int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, uint64_t address,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
                            int interleave, int swizzle, int l2, int fill) { return 0; }
 int cuLaunchKernelEx(const void* config, void* function, void** arguments, void** extra) {
-    return current ? launched(function, arguments) : 201;
+    const unsigned blocks = *(const unsigned*)config;
+    return blocks == 0 ? 1 : current ? launched(function, arguments) : 201;
 }
 int cuMemsetD32Async(unsigned* at, unsigned value, size_t count, void* stream) { return 0; }
 int aoti_torch_get_current_cuda_stream(int index, void** stream) { return *stream = (void*)STREAM, 0; }
@@ -50,6 +52,7 @@ int aoti_torch_delete_cuda_guard(void* guard) { return 0; }
 """
 
 
+OF_DOCUMENTS = 9  # a function
 LAUNCHED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 ON = Gpu("A GPU", (9, 0), 227 * 1024, 4)
 running: driver.Compiled  # what the next launches must be of
@@ -108,6 +111,9 @@ def loaded() -> Any:
     made = recipes.launcher()
     recipes.launcher = lambda: dataclasses.replace(made, flags=(*made.flags, "-DLAUNCHER_DEVICE=CPU"))
     driver.compiled = compiled
+    driver.gpu = lambda index: ON
+    functions = {"attention_documents": OF_DOCUMENTS}
+    driver.load = lambda row, tile, d, *_: driver.Compiled(row, tile, d, ON, None, functions)
     from shakespeare.attention_ext.cuda import operators
 
     return operators
@@ -174,6 +180,27 @@ def check(operators: Any, kernel: Kernel, dtype: Dtype, shape: tuple[int, ...], 
     return 4 * len(cases)
 
 
+def check_documents(operators: Any) -> None:
+    """documents.cu is launched before a kernel, which gets what it writes."""
+    global follow
+    seen: list[list[Any]] = []
+
+    def keep(function: int, arguments: Any, dtype: torch.dtype) -> None:
+        if function == OF_DOCUMENTS:
+            numbers = [ctypes.c_int64.from_address(arguments[place]).value for place in (0, 1)]
+            seen.append([*numbers, ctypes.c_int.from_address(arguments[2]).value])
+        else:
+            of_call = CudaCall.from_address(arguments[0]).rules
+            seen.append([of_call.documents, of_call.extents, of_call.extent_rows - 1])
+
+    before, follow = follow, keep
+    q, k = (torch.randn(2, 1, n, 8) for n in (5, 300))
+    documents = torch.arange(300).repeat(2, 1) // 7
+    operators.flash_ruled(q, k, k, True, None, None, *Rules(right=0, documents=documents).arguments())
+    follow = before
+    assert len(seen) == 2 and seen[0] == seen[1] and seen[0][::2] == [documents.data_ptr(), 300], seen
+
+
 def reason(operators: Any, q: torch.Tensor, k: torch.Tensor) -> type:
     """The type of the error behind the launcher's."""
     try:
@@ -194,6 +221,7 @@ def main() -> None:
     assert reason(operators, long, long[:, :, :1]) is torch.OutOfMemoryError
     assert reason(operators, wide, wide[..., :4]) is RuntimeError
     calls = 0
+    check_documents(operators)
     try:
         for kernel in KERNELS.values():
             for dtype in kernel.dtypes:
