@@ -38,7 +38,7 @@ from shakespeare.model.corpus import LAST_TENTH
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 TARGET = 1.4697  # nats per character: nanoGPT's, in 3 minutes of an A100
-WINDOW = 256  # characters: no loss is by more
+WINDOW = 256  # characters that a loss may depend on
 INNER = (
     0.855,
     0.9,
@@ -50,11 +50,11 @@ CLASSES = ("two CPU cores", "a GPU of up to 12 GB", "an H100 or H200")
 # narrow model, a GPU a large batch. ALiBi has no positions to learn, and steep slopes know what is near.
 RECIPES = {
     "cpu": (
-        2000,
+        2100,
         "--n-embd 96 --n-head 3 --positions alibi --window 64 --rates adam_lr=0.0045,weight_decay=0.05",
     ),
     "cuda": (
-        1000,
+        800,
         "--n-head 8 --positions alibi --window 128 --batch-chars 4096 "
         "--rates muon_lr=0.03,adam_lr=0.0045,weight_decay=0.15",
     ),

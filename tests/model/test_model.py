@@ -40,6 +40,14 @@ def test_every_part_gives_the_logits_of_pytorch_with_and_without_a_cache(part):
                 torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_slopes_are_the_published_ones_for_a_window_of_256_and_scale_with_it():
+    """For 8 heads they are 1/2, 1/4, ..., 1/256; for 6 those of 4, and two of 8."""
+    for window, factor in ((256, 1), (128, 2), (1024, 0.25)):
+        for heads, powers in ((8, range(1, 9)), (6, (2, 4, 6, 8, 1, 3))):
+            config = GPTConfig(n_head=heads, positions="alibi", window=window)
+            assert config.alibi_slopes == [factor * 2.0**-power for power in powers]
+
+
 def test_a_wrong_configuration_names_the_field():
     for change, message in (
         (dict(n_embd=30, n_head=4), "n_embd is 30; it must be a multiple of n_head=4"),
