@@ -102,17 +102,20 @@ def attention(
         ignores it on CUDA.
 
     Rules, with flash-attention's names; p = i + Nk - Nq
-        They hold in part0, for float32 on the CPU in parts 1 to 4, and but for bias and score_mod on CUDA in
-        part4. A query that sees no key gives 0, with the logsumexp -inf or its sink, and no gradients.
+        They hold in part0, for float32 on the CPU in parts 1 to 4, and on CUDA in part4. A query that sees no
+        key gives 0, with the logsumexp -inf or its sink, and no gradients.
         window: (left, right): query i sees the keys p - left to p + right; None is no limit on that side.
         softcap: scores become softcap * tanh(s / softcap), before what follows.
         alibi_slopes: (H,) or (B, H); alibi_slopes[h] * |p - j| is subtracted.
-        bias: (1 or B, 1 or H, Nq, Nk) is added; a boolean one hides the keys where it is False.
+        bias: (1 or B, 1 or H, Nq, Nk), float32, is added; a boolean one hides the keys where it is False. Its
+        gradient in part4 is written for each batch and head, (B, H, Nq, Nk), then summed in a fixed order.
         sinks: (H,), a logit that joins the softmax's sum and has no value.
         documents: (B, Nk), whole numbers: query i sees keys of key p's document only.
         score_mod: the path of a C++ header with `float score(float s, At at)`, which changes the score last
         (at.b, at.h, at.i, at.j); perhaps `bool seen(At)`, and for gradients `float slope(float s, At)`, the
-        derivative by s.
+        derivative by s. On CUDA part4 has it compiled in by NVRTC, with <cmath> and std::min and std::max of
+        the C++ library, once for each width of heads; there __CUDACC_RTC__ is defined. A saved header is
+        compiled again.
 
     Gradients
         part0, and part4 for float32 on the CPU and for each dtype on CUDA, compute gradients, also of the

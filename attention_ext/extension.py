@@ -98,12 +98,8 @@ def _register(name: str, operators: Any) -> None:
         if not rules:
             dq, dk, dv = compute(*call)
             return dq, summed(dk, k), summed(dv, v), None, None, None, None
-        bias = rules["bias"]
         dq, dk, dv, dbias = compute(*call, needed["bias"], *rules.values())
-        for side in (0, 1):
-            if needed["bias"] and bias.shape[side] == 1:
-                dbias = dbias.sum(side, keepdim=True)
-        found = {"bias": dbias} if needed["bias"] else {}
+        found = {"bias": of_bias(dbias, rules["bias"])} if needed["bias"] else {}
         if needed["sinks"]:
             found["sinks"] = of_sinks(dout, dlse if dlse.numel() else None, out, lse, rules["sinks"])
         of_call = (None,) * 4  # causal, scale and the tile
@@ -145,6 +141,14 @@ def saved_rules(ctx, tensors: Sequence[torch.Tensor | None]) -> tuple[dict[str, 
     """Rules by name, and whether each needs a gradient. tensors: what save() kept of them."""
     rules = [number if t is None else t for number, t in zip(ctx.numbers, tensors)]
     return dict(zip(ARGUMENTS, rules)), dict(zip(ARGUMENTS, ctx.needs_input_grad[-len(ARGUMENTS) :]))
+
+
+def of_bias(gradient: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of bias (B or 1, H or 1, Nq, Nk) from that of all heads' (B, H, Nq, Nk)."""
+    for side in (0, 1):
+        if bias.shape[side] == 1:
+            gradient = gradient.sum(side, keepdim=True)
+    return gradient
 
 
 def of_sinks(

@@ -237,8 +237,6 @@ def compatible(
             return f"device is {device!r}; it must be cpu or cuda for gradients"
         return f"part is {row.name!r}; it must be {who} for gradients in {number} {where}"
     refused = set() if number.torch_name in row.ruled.get(device, ()) else set(rules)
-    if device == "cuda":
-        refused.update(("score_mod", "bias") if row.operator else ("score_mod",))
     for rule in rules:
         if rule in refused:
             return f"{rule} is given; it must be left out {here} in {number}"

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from shakespeare.attention_ext.build.structs import CSRC, structure
 from shakespeare.attention_ext.checks import finite, type_text, whole_number
@@ -39,6 +39,8 @@ HIDDEN = -3.4e38  # above HIDDEN of csrc/rules.h, below any score
 class ScoreMod:
     """A user's change of scores, compiled. Raises BuildError, with the compiler's output, if it is wrong."""
 
+    known: ClassVar[dict[int, ScoreMod]] = {}  # by address
+
     def __init__(self, header: Path) -> None:
         from shakespeare.attention_ext.build import recipes
 
@@ -46,7 +48,17 @@ class ScoreMod:
         self._library = ctypes.CDLL(str(recipes.score_mod(header).make()))
         self._library.score_mod_has_slope.restype = ctypes.c_bool
         self.has_slope = self._library.score_mod_has_slope()
-        self.address = ctypes.cast(self._library.score_mod_change, ctypes.c_void_p).value
+        self.address = ctypes.cast(self._library.score_mod_change, ctypes.c_void_p).value or 0
+        self.known[self.address] = self
+
+    @functools.cached_property
+    def kept(self) -> Path:
+        """A folder for NVRTC, with the header and what it includes in `user`, as at the first use."""
+        from shakespeare.attention_ext.build import cache, nvrtc, recipes
+
+        texts = cache.texts_of([self.header, *recipes.score_mod(self.header).read()])
+        files = dict.fromkeys(nvrtc.STANDARD, "") | {f"user/{place}": text for place, text in texts.items()}
+        return cache.kept("attention_ext_score_mod_text", self.header.name, files)
 
     def change(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk), float32 and contiguous, as it changes them, and its derivative there."""
@@ -99,9 +111,10 @@ class Rules:
     def on_cuda(self) -> Rules:
         """The rules with contiguous tensors, as part 4 takes them on CUDA."""
         tensors = ("alibi_slopes", "sinks", "documents")
-        return replace(
-            self, **{n: t.contiguous() for n, t in vars(self).items() if n in tensors and t is not None}
-        )
+        laid = {n: t.contiguous() for n, t in vars(self).items() if n in tensors and t is not None}
+        if self.bias is not None and self.bias.stride(3) != 1:
+            laid["bias"] = self.bias.contiguous()
+        return replace(self, **laid)
 
     def change(self, s: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk) as the rules change them, and where a query sees a key, of a like shape."""
@@ -147,7 +160,7 @@ def _modified() -> Any:
     class Modified(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, s: Tensor, mod: ScoreMod) -> Tensor:
-            changed, slopes = mod.change(s.float().contiguous())
+            changed, slopes = (t.to(s.device) for t in mod.change(s.float().cpu().contiguous()))
             ctx.save_for_backward(slopes)
             return changed.to(s.dtype)
 

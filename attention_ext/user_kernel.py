@@ -320,19 +320,8 @@ def cached_file(name: str, text: str, beside: Sequence[Path] = ()) -> Path:
 
     beside: the user's file and what it includes from below its folder, which is kept there too.
     """
-    paths = (path for path in beside[1:] if path.is_relative_to(beside[0].parent))
-    texts = {str(path.relative_to(beside[0].parent)): joined([path]) for path in paths} | {name: text}
-    named = cache.fingerprint(word for item in texts.items() for word in item)
-    folder = cache.folder(f"attention_ext_user_kernel_{named}")
-    for place, content in texts.items():
-
-        def write(work: Path, content: str = content) -> Path:
-            (work / "text").write_text(content, encoding="utf-8")
-            return work / "text"
-
-        cache.make(folder / place, place, write)
-    cache.prune(folder)
-    return folder / name
+    texts = cache.texts_of(beside) if beside else {}
+    return cache.kept("attention_ext_user_kernel", name, texts | {name: text}) / name
 
 
 class OnCuda:

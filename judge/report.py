@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from shakespeare.attention_ext.parts import Dtype
+from shakespeare.attention_ext.parts import DEVICES, Dtype
 from shakespeare.attention_ext.user_kernel import SIMULATORS, has_gpu, joined, read, sources
-from shakespeare.judge.cases import CASES, Case
+from shakespeare.judge.cases import Case
 from shakespeare.judge.diagnosis import Finding, Subject, first_part
 from shakespeare.judge.hints import hint
 from shakespeare.judge.speed import Figures, Size, place
@@ -167,17 +167,17 @@ def speed(file: Path, outcome: Verdict, size: Size) -> str:
     return "\n".join(lines)
 
 
-def header(file: Path, found: dict[str, Any], size: Size) -> str:
-    """What score_mod.tried() found, in lines."""
+def header(file: Path, found: dict[str, Any], size: Size, device: str) -> str:
+    """What score_mod.tried() found on a device, in lines."""
     if found["wrong"]:
         return f"{file.name} is wrong\n{line('at', found['at'])}\nbecause     {found['wrong']}"
     ms = dict(found["ms"])
     cost = f"part4 takes {ms['part4']:.3g} ms with it, {ms.pop('without'):.3g} without"
     none = "none, so no gradient: float slope(float s, At at) is score's derivative by s"
     lines = (
-        f"{file.name} is right in {counted(len(CASES), 'case')}, in {', '.join(ms)}",
+        f"{file.name} is right in {counted(found['cases'], 'case')}, in {', '.join(ms)} on {DEVICES[device]}",
         line("slope", "as score's differences say; part4's gradients are right" if found["slope"] else none),
-        line("speed", f"{cost}: {call('cpu', size)}; {found['cpu']}"),
+        line("speed", f"{cost}: {call(device, size)}; {found['cpu']}"),
         line("ladder", ", ".join(f"{name} {each:.3g}" for name, each in ms.items()) + " ms with it"),
     )
     return "\n".join(lines)

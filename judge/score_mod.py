@@ -1,6 +1,6 @@
 """The trial of a user's change of scores, a header for attention's score_mod.
 
-python -m shakespeare.judge.score_mod FILE SIZE SECONDS SEED
+python -m shakespeare.judge.score_mod FILE SIZE SECONDS SEED DEVICE
 
 runs the header, and prints what tried() finds as JSON. The definition is PyTorch's softmax in float64 of the
 header's scores of all pairs.
@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shakespeare.attention_ext import attention, processor, reference, rules
-from shakespeare.attention_ext.parts import BuildError
+from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.judge import cases, tolerance
 from shakespeare.judge.cases import Case
 from shakespeare.judge.clock import MIN_TIME, ROUNDS
@@ -28,6 +29,10 @@ from shakespeare.lab import timing
 
 NEAR = 2.0**-12  # how far apart, as a share, two scores are whose changes tell how rounding grows
 STEP = 2.0**-6  # scores differ by it where a derivative is estimated
+# On CUDA each width is compiled: heads are this wide, and a case has few queries and many keys.
+WIDTH = 64
+SPLIT = Case(1, 2, 4, 700, WIDTH, causal=True)
+COMPILING = 120  # seconds that NVRTC may take for a case
 KINKS = 0.01  # share of the pairs that may lie at a kink of the score, where differences mean nothing
 
 
@@ -53,8 +58,16 @@ def check_slope(mod: rules.ScoreMod, s: Tensor) -> None:
         raise ValueError(f"slope{at(s, place)} is {got:.6g}; score's differences there are {right:.6g}")
 
 
-def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
-    """Raise ValueError unless all parts compute what the header says, with gradients if it has a slope."""
+def cases_on(device: str, seed: int, dtype: Dtype) -> list[Case]:
+    """The cases of a device."""
+    every = cases.seeded(seed, dtype=dtype)
+    if device == "cpu":
+        return every
+    return [*dict.fromkeys(replace(case, d=WIDTH) for case in every), replace(SPLIT, seed=seed, dtype=dtype)]
+
+
+def check(mod: rules.ScoreMod, header: Path, case: Case, device: str) -> None:
+    """Raise ValueError unless a device's parts compute what the header says, and gradients by its slope."""
     torch.set_num_threads(case.threads)
     q, k, v = tensors = [*map(torch.from_numpy, cases.inputs(case))]
     s = (case.applied * q) @ k.mT
@@ -69,11 +82,14 @@ def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
     grown = torch.cat([(near - score)[shown] / NEAR, score[shown], s.flatten()]).abs()
     floor = tolerance.floor(float(grown[grown.isfinite()].max()))
     call = partial(attention, causal=case.causal, scale=case.applied, score_mod=header)
-    kinds = torch.double, q.dtype, q.dtype
-    doubles, *leaves = ([t.to(dtype, copy=True).requires_grad_() for t in tensors] for dtype in kinds)
+    kind = getattr(torch, case.dtype.torch_name)
+    kinds = ("cpu", torch.double), (device, kind), (device, kind)
+    doubles, *leaves = ([t.to(on, dtype, copy=True).requires_grad_() for t in tensors] for on, dtype in kinds)
     ruled: Any = {"rules": rules.checked({"score_mod": header}, q, case.Nk)}
     exact: Any = reference.attention(*doubles, causal=case.causal, scale=case.applied, **ruled)
-    results: dict[str, list[Tensor]] = {part: [call(part, *tensors)] for part in ("part0", *LADDER["cpu"])}
+    given = [t.to(device, kind) for t in tensors]
+    parts = LADDER["cpu"] if device == "cpu" else ("part4",)
+    results: dict[str, list[Tensor]] = {part: [call(part, *given)] for part in ("part0", *parts)}
     definition = [exact.detach()]
     names = ["output"]
     if mod.has_slope:
@@ -84,41 +100,54 @@ def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
     peers = results.pop("part0")
     for part, found in results.items():
         for name, right, peer, got in zip(names, definition, peers, found):
-            if not tolerance.beside(right.numpy(), peer.numpy(), floor).allows(got.double().numpy()):
+            exact_numbers, of_peer, numbers = (t.cpu().double().numpy() for t in (right, peer, got))
+            if not tolerance.beside(exact_numbers, of_peer, floor, case.dtype).allows(numbers):
                 raise ValueError(f"{part}'s {name} differs from the definition's")
 
 
-def timed(header: Path, size: Size) -> dict[str, float]:
-    """Milliseconds of the parts with the header, and of part 4 without."""
+def timed(header: Path, size: Size, device: str) -> tuple[dict[str, float], str]:
+    """Milliseconds of the parts with the header, and of part 4 without; the processor."""
     torch.set_num_threads(size.threads)
-    q, k, v = map(torch.from_numpy, cases.inputs(Case(1, size.heads, size.N, size.N, size.d)))
+    kind = getattr(torch, Dtype(size.dtype).torch_name)
+    arrays = cases.inputs(Case(1, size.heads, size.N, size.N, size.d))
+    q, k, v = (torch.from_numpy(array).to(device, kind) for array in arrays)
     call = partial(attention, q=q, k=k, v=v, causal=size.causal)
     calls = {part: partial(call, part, score_mod=header) for part in LADDER["cpu"]}
+    clock = None
+    name = processor.name()
+    if device == "cuda":
+        from shakespeare.lab.cuda.device import Gpu
+
+        calls = {"part4": calls["part4"]}
+        clock = Gpu()
+        name = clock.describe()["name"]
     calls["without"] = partial(call, "part4")
-    samples = timing.in_turns(list(calls.values()), ROUNDS, MIN_TIME / ROUNDS)
-    return {name: 1e3 * s.median for name, s in zip(calls, samples)}
+    samples = timing.in_turns(list(calls.values()), ROUNDS, MIN_TIME / ROUNDS, clock)
+    return {name: 1e3 * s.median for name, s in zip(calls, samples)}, name
 
 
-def tried(header: Path, size: Size, seconds: float, seed: int) -> dict[str, Any]:
-    """wrong: a sentence, or ''; at: the case. slope: whether there is one. ms: the parts', and 'without'.
+def tried(header: Path, size: Size, seconds: float, seed: int, device: str = "cpu") -> dict[str, Any]:
+    """wrong: a sentence, or ''; at: the case. cases: their number. slope: whether there is one.
 
-    seconds: that a case may take before it is endless.
+    ms: the parts', and 'without'. cpu: the processor. seconds: that a case may take before it is endless.
     """
     where = "compiling it"
     try:
         mod = rules.ScoreMod(header)
-        for case in cases.seeded(seed):
+        every = cases_on(device, seed, Dtype(size.dtype))
+        for case in every:
             where = str(case)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            check(mod, header, case)
+            signal.setitimer(signal.ITIMER_REAL, seconds + COMPILING * (device == "cuda"))
+            check(mod, header, case, device)
     except (ValueError, BuildError) as error:
         return {"wrong": getattr(error, "output", "") + str(error), "at": where}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return {"wrong": "", "slope": mod.has_slope, "ms": timed(header, size), "cpu": processor.name()}
+    ms, name = timed(header, size, device)
+    return {"wrong": "", "cases": len(every), "slope": mod.has_slope, "ms": ms, "cpu": name}
 
 
 if __name__ == "__main__":
     give_up_rights()
-    file, sizes, seconds, seed = sys.argv[1:]
-    print(json.dumps(tried(Path(file), Size(**json.loads(sizes)), float(seconds), int(seed))))
+    file, sizes, seconds, seed, device = sys.argv[1:]
+    print(json.dumps(tried(Path(file), Size(**json.loads(sizes)), float(seconds), int(seed), device)))

@@ -96,7 +96,7 @@ def main() -> None:
         mine = seen[-1]
         structs.clear()
         structs.update({0: calls.Call, 1: calls.Gradients})
-        operators.flash_backward(heads, None, q, k, v, out, lse, *call[3:], *given)
+        operators.flash_backward(heads, None, q, k, v, out, lse, *call[3:], False, *given)
         theirs += seen[-1]
         own.backward(calls.Matrices(dout.data_ptr(), (C * T, d, C)), *own_qkv, *results, 1, 2, 3)
         mine += seen[-1]

@@ -21,12 +21,14 @@ from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
+from shakespeare.attention_ext.cuda.launches import BIAS_ADDS
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.attention_ext.rules import Rules
+from shakespeare.attention_ext.rules import Rules, ScoreMod, checked
 from shakespeare.attention_ext.user_kernel import CudaCall
 
 STREAM = 7
+MODIFIED = 128  # of csrc/cuda/arguments.h
 STAND_IN = """
 #include <stddef.h>
 #include <stdint.h>
@@ -57,6 +59,7 @@ LAUNCHED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes
 ON = Gpu("A GPU", (9, 0), 227 * 1024, 4)
 running: driver.Compiled  # what the next launches must be of
 asked: list[str | None] = []  # the kernels that the launcher has asked Python for
+planned: list[tuple[int, ScoreMod | None]] = []  # for what rules
 wrong: list[BaseException] = []  # what a launch raised
 dtype_of_call = torch.float32
 
@@ -76,7 +79,12 @@ def follow(function: int, arguments: Any, dtype: torch.dtype) -> None:
     if not last:
         return
     scale = call.scale * math.log(2)
-    given = dict(causal=bool(call.causal), scale=scale, return_lse=True)
+    given: dict[str, Any] = dict(causal=bool(call.causal), scale=scale, return_lse=True)
+    if call.rules.bias:
+        s = call.rules.bias_strides
+        shape = call.batches, call.heads, call.Nq, call.Nk
+        bias = matrices(call.rules.bias, (s.batch, s.head, s.row, 1), shape, torch.float32)
+        given["rules"] = Rules(bias=bias, score_mod=planned[-1][1])
     out, lse = reference.attention(*read(call, dtype), **given)
     s = call.out_strides
     matrices(call.out, (s.batch, s.head, s.row, 1), out.shape, dtype).copy_(out)
@@ -119,8 +127,9 @@ def loaded() -> Any:
     return operators
 
 
-def compiled(kernel, call, d, dtype, index, rules=0) -> driver.Compiled:
+def compiled(kernel, call, d, dtype, index, rules=0, mod=None) -> driver.Compiled:
     asked.append(kernel)
+    planned.append((rules, mod))
     return chosen(kernel, d, dtype, call.Nq)
 
 
@@ -213,8 +222,27 @@ def reason(operators: Any, q: torch.Tensor, k: torch.Tensor) -> type:
     return RuntimeError
 
 
+def check_rules(operators: Any) -> None:
+    """A bias that heads share and a user's header reach the kernel; a saved header is planned anew."""
+    global running
+    running = chosen("5", 32, Dtype.FP32, 40)
+    q, k, v = (torch.randn(2, 3, n, 32) for n in (40, 50, 50))
+    header = Path(tempfile.mkdtemp()) / "mine.h"
+    biases = torch.randn(2, 1, 40, 50), torch.randn(1, 3, 1, 50).expand(1, 3, 40, 50)
+    for number, bias in enumerate(2 * biases):
+        header.write_text(f"float score(float s, At at) {{ return {number} * s + at.h; }}")
+        rules = checked({"bias": bias, "score_mod": header}, q, 50)
+        for _ in range(2):
+            got = operators.flash_ruled(q, k, v, False, 0.2, "5", *rules.on_cuda().arguments())
+        about: dict[str, Any] = dict(causal=False, scale=0.2, return_lse=True, rules=rules)
+        torch.testing.assert_close(got, reference.attention(q, k, v, **about), rtol=1e-5, atol=1e-5)
+        assert len(planned) == number + 1 and planned[-1][1] is rules.score_mod
+        assert planned[-1][0] & MODIFIED and planned[-1][0] & BIAS_ADDS
+
+
 def main() -> None:
     operators = loaded()
+    check_rules(operators)
     wide = torch.randn(1, 1, 4, 257)
     long = torch.zeros(1).expand(1, 2**15, 2**30, 8)  # it takes four bytes, its copy a pebibyte
     assert reason(operators, wide, wide) is ValueError

@@ -89,3 +89,19 @@ def assert_close(got: Tensor, expected: Tensor, peer: Tensor, floor: float = 1e-
     allowed = 2 * (peer - expected).abs().max() + floor * max(1.0, float(expected.abs().max()))
     error = (got - expected).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+# A change of scores, for score_mod
+HEADER = """
+#include <cmath>
+float score(float s, At at) { return 4 * std::tanh(s / 4) + 0.3f * at.h - 0.01f * std::abs(at.i - at.j); }
+float slope(float s, At) { const float t = std::tanh(s / 4); return 1 - t * t; }
+bool seen(At at) { return (at.i + 2 * at.j + at.b) % 5 != 1; }
+"""
+
+
+def a_bias(choose, B, H, Nq, Nk, device="cuda"):
+    """One for all or each batch and head: float with a gradient, with hidden keys, or boolean."""
+    bias = torch.randn(choose.choice([1, B]), choose.choice([1, H]), Nq, Nk, device=device)
+    hidden = bias.masked_fill(torch.rand_like(bias) < 0.3, -torch.inf)
+    return choose.choice([bias.requires_grad_(), hidden.requires_grad_(), bias.detach() > 0])

@@ -30,7 +30,8 @@ THREADS = {"show_default": "1; all cores with --inference", **options.BOUNDED}
 BOTH = {"file", "threads", "as_json", "seed"}
 RUNGS = [f"kernel{name}" for name in KERNELS if name.isdigit()]
 DTYPE = "Format of q, k, v and the output: 16 bits for CUDA (.cu) and Triton, without gradients."
-HEADER = BOTH | {"N", "d", "heads", "causal", "seconds"}  # that go with a header
+HEADER = BOTH | {"N", "d", "heads", "causal", "seconds", "device", "dtype"}  # that go with a header
+DEVICE = "With a header (.h): the CPU's parts, or part 4 on an NVIDIA GPU in --dtype."
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TryOptions(InferenceOptions):
     triton: bool
     origin: str | None
     dtype: str | None
+    device: str
     again: bool
     N: int | None
     d: int
@@ -72,6 +74,7 @@ class TryOptions(InferenceOptions):
 @options.flag("--triton", "With --new: a start in Triton (.py).")
 @options.choice("--from", "origin", "With --new: a kernel of the ladder (.cu).", choices=RUNGS, default=None)
 @options.choice("--dtype", DTYPE, choices=Dtype, default=None, show_default="the first that FILE takes")
+@options.choice("--device", DEVICE, choices=("cpu", "cuda"))
 @options.flag("--watch", "again", "Try again at every save, until Ctrl-C.")
 @options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
 @options.width
@@ -122,6 +125,7 @@ def attempt(file: Path | None, chosen: TryOptions) -> bool:
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
     if file.suffix == ".h":
         return try_header(file, chosen)
+    options.refuse(("device",), "goes with a header (.h) only")
     device = user_kernel.read(file).device
     if chosen.inference:
         options.refuse(TRIAL_ONLY, "does not go with --inference")
@@ -143,17 +147,23 @@ def attempt(file: Path | None, chosen: TryOptions) -> bool:
 
 def try_header(file: Path, chosen: TryOptions) -> bool:
     """Try a change of scores, for attention's score_mod, and print the report."""
+    from shakespeare.attention_ext.cuda import driver
     from shakespeare.judge import cases, report, speed
 
     options.refuse_others(HEADER, "does not go with a header")
-    size = chosen.size()
-    words = map(str, (chosen.seconds, cases.seed_of(file, chosen.secret())))
+    device = chosen.device
+    if device == "cuda":
+        driver.check_gpu()
+    else:
+        options.refuse(("dtype",), "goes with --device cuda only, with a header")
+    size = chosen.size(Dtype(chosen.dtype or Dtype.FP32), device)
+    words = map(str, (chosen.seconds, cases.seed_of(file, chosen.secret()), device))
     module = "shakespeare.judge.score_mod"
     found = speed.from_process(module, file, size, None, "it was not tried", *words)
     if not isinstance(found, dict):
         found = {"wrong": found.sentence, "at": "a case"}
     result = {"file": str(file), "right": not found["wrong"], **found}
-    click.echo(json.dumps(result) if chosen.as_json else report.header(file, found, size))
+    click.echo(json.dumps(result) if chosen.as_json else report.header(file, found, size, device))
     return not found["wrong"]
 
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,30 @@ def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
     except OSError as error:
         what = f"cannot write the build directory {directory}: {error.strerror}"
         raise BuildError(f"{what}; {ELSEWHERE}") from error
+
+
+def texts_of(files: Sequence[Path]) -> dict[str, str]:
+    """The texts of a file and of the others that lie below its folder, by their paths from there."""
+    top = files[0].parent
+    below = (file for file in files if file.is_relative_to(top))
+    return {str(file.relative_to(top)): file.read_text("utf-8-sig", errors="replace") for file in below}
+
+
+def kept(name: str, what: str, texts: Mapping[str, str]) -> Path:
+    """A folder of these texts, by their paths there, among the builds. Raises BuildError as make() does."""
+
+    def write(work: Path) -> Path:
+        for place, text in texts.items():
+            file = work / "texts" / place
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        return work / "texts"
+
+    named = fingerprint(word for item in texts.items() for word in item)
+    made = folder(f"{name}_{named}") / "texts"
+    make(made, what, write)
+    prune(made.parent)
+    return made
 
 
 def prune(keep: Path) -> None:

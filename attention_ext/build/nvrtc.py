@@ -19,6 +19,9 @@ from shakespeare.attention_ext.parts import BuildError
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
 
+# Headers of the C++ library that a user's may include: csrc/cuda/standard.h has what scores need of them.
+STANDARD = ("algorithm", "cmath", "cstdint", "cstdlib", "math.h", "stdint.h", "stdlib.h")
+
 log = logging.getLogger(__name__)
 _IMPORTING = threading.Lock()  # cuda.core's modules import each other, which threads may not do together
 
@@ -44,6 +47,7 @@ class Source:
     """A kernel to compile: its file, its macros, and the architecture, such as sm_90a.
 
     folder: holds the file; None for SOURCES, whose headers every file may include. lines: keep line numbers.
+    headers: a folder of other headers.
     """
 
     file: str
@@ -51,12 +55,12 @@ class Source:
     macros: Mapping[str, int | str]
     folder: Path | None = None
     lines: bool = False
+    headers: Path | None = None
 
     def fingerprint(self, *compiler: str) -> str:
         """A hash of the sources, the macros and the architecture, and of the compiler's versions if given."""
         macros = sorted(f"{name}={value}" for name, value in self.macros.items())
-        folders = (SOURCES, self.folder) if self.folder else (SOURCES,)
-        return cache.fingerprint((self.file, self.arch, *macros, *compiler), *folders)
+        return cache.fingerprint((self.file, self.arch, *macros, *compiler), *self._folders())
 
     def name(self) -> str:
         """The file of the compiled kernel in a wheel: changed sources or other macros have another one."""
@@ -90,7 +94,7 @@ class Source:
             std="c++17",
             device_as_default_execution_space=True,  # a generic lambda cannot say where it runs
             define_macro=[(name, str(value)) for name, value in self.macros.items()] or None,
-            include_path=[*([str(self.folder)] if self.folder else []), str(SOURCES)],
+            include_path=[*map(str, self._folders())],
             ptxas_options=["-v"],
             lineinfo=self.lines or None,
             no_cache=True,  # the log would be empty
@@ -103,6 +107,9 @@ class Source:
             what = f"{self.file} for {self.arch}"
             raise BuildError(f"NVRTC failed to compile {what}: {_reason(error)}") from None
         return bytes(code), parse(log.getvalue())
+
+    def _folders(self) -> list[Path]:
+        return [folder for folder in (self.folder, SOURCES, self.headers) if folder]
 
     def _write(self, work: Path) -> Path:
         start = time.perf_counter()

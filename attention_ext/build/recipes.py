@@ -25,7 +25,7 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
 ISPC_FLAGS = ("-O3", "--pic")
-SHARED = ("*_table.h", "arguments.h")
+SHARED = ("*_table.h", "arguments.h", "score_mod.h")
 KERNELS = ("cpu/*.cpp", "simd/vectors/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)

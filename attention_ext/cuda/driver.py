@@ -20,6 +20,7 @@ from shakespeare.attention_ext.cuda.kernels import choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel, Sizes
 from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype
+from shakespeare.attention_ext.rules import ScoreMod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -336,10 +337,19 @@ def most_clusters(function: Any, config: Any) -> int:
 
 
 def source(
-    row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int], rules: int = 0
+    row: Kernel,
+    tile: Tile,
+    d: int,
+    dtype: Dtype,
+    capability: tuple[int, int],
+    rules: int = 0,
+    mod: ScoreMod | None = None,
 ) -> nvrtc.Source:
-    """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/arguments.h."""
-    macros = {
+    """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/arguments.h.
+
+    mod: a user's change of scores, with MODIFIED.
+    """
+    macros: dict[str, int | str] = {
         "FORMAT": FORMATS[dtype],
         "HEAD_DIM": row.padded(d),
         **tile.sizes,
@@ -351,25 +361,45 @@ def source(
     file = Path(row.sources[dtype])  # a path, if it is a user's
     folder = file.parent if file.is_absolute() else None
     arch = f"sm_{capability[0]}{capability[1]}{'a' if row.only else ''}"  # for instructions of this one alone
-    return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None)
+    headers = None
+    if mod:
+        headers = mod.kept
+        macros["SCORE_MOD"] = f'"user/{mod.header.name}"'
+    return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None, headers=headers)
 
 
 @functools.cache
-def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int, rules: int = 0) -> Compiled:
+def load(
+    row: Kernel,
+    tile: Tile,
+    d: int,
+    dtype: Dtype,
+    index: int,
+    rules: int = 0,
+    mod: ScoreMod | None = None,
+) -> Compiled:
     """A kernel for heads of width d on a GPU, whose context must be current. Raises as Module."""
     on = gpu(index)
-    module = Module(source(row, tile, d, dtype, on.capability, rules))
+    module = Module(source(row, tile, d, dtype, on.capability, rules, mod))
     functions = {name: module.function(name, tile.shared) for name in row.functions}
     return Compiled(row, tile, row.padded(d), on, module, functions)
 
 
-def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, rules: int = 0) -> Compiled:
-    """The kernel with this name, the fastest one for None, for a call. rules: as source() takes them.
+def compiled(
+    kernel: str | None,
+    call: Sizes,
+    d: int,
+    dtype: Dtype,
+    index: int,
+    rules: int = 0,
+    mod: ScoreMod | None = None,
+) -> Compiled:
+    """The kernel with this name, the fastest one for None, for a call. rules, mod: as source() takes them.
 
     Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
-    queries = queries_of(call, dtype, gpu(index))
-    return load(*choose(kernel, d, dtype, gpu(index), queries, rules), d, dtype, index, rules)
+    queries = queries_of(call, dtype, gpu(index), rules)
+    return load(*choose(kernel, d, dtype, gpu(index), queries, rules), d, dtype, index, rules, mod)
 
 
 def resident(kernel: Compiled) -> int:

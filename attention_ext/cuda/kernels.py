@@ -140,6 +140,7 @@ BACKWARD = {
             vectors=True,
             capability=(9, 0),
             only=True,
+            without=launches.BIAS_GRADIENT,
         ),
         _with_mma(
             "backward3",
@@ -214,14 +215,15 @@ def choose(
     )
 
 
-def queries_of(call: Sizes, dtype: Dtype, on: Gpu) -> Queries:
+def queries_of(call: Sizes, dtype: Dtype, on: Gpu, rules: int = 0) -> Queries:
     """What decides a call's kernel and tile. Splitting the keys is for tiles nearly empty, or too few.
 
     Above half of an H100's multiprocessors, kernel 6 is as fast for 5 to 16 queries.
     """
     many = 2 * (call.heads // call.group) > on.multiprocessors and dtype is not Dtype.FP32
     few = call.Nq <= (4 if many else MOST_SPLIT) and call.Nk >= FEWEST_KEYS
-    return Queries(call.Nq * call.group, call.heads * call.Nq // on.multiprocessors, few)
+    share = call.heads * call.Nq // on.multiprocessors
+    return Queries(call.Nq * call.group, share, few, modified=rules >= launches.BIAS_ADDS)
 
 
 # The fastest first, in every dtype at (100, 1, 4096, 32) on an H200 (gpt.py bench --device cuda).

@@ -14,6 +14,10 @@ from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
+BIAS_ADDS, BIAS_GRADIENT = (
+    16,
+    64,
+)  # of RULES, csrc/cuda/arguments.h; those of a bias and a header are the largest
 MOST_WAVES = 8  # of blocks, among which splits() chooses
 WAVE_COST = 0.02
 
@@ -181,7 +185,7 @@ class Kernel:
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
-    it takes rules, and fewer heads of k and v.
+    it takes rules, and fewer heads of k and v. without: RULES that it does not take.
     """
 
     name: str
@@ -197,6 +201,7 @@ class Kernel:
     earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False
     ruled: bool = False
+    without: int = 0
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -209,7 +214,7 @@ class Kernel:
 
     def takes(self, rules: int) -> bool:
         """Whether the kernel takes these rules, RULES of csrc/cuda/rules.h."""
-        return not rules or self.ruled
+        return not rules or self.ruled and not rules & self.without
 
     def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
         """Whether a GPU of this compute capability can run the kernel in a dtype."""

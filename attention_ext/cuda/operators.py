@@ -20,7 +20,7 @@ from shakespeare.attention_ext.cuda.kernels import (
 )
 from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
-from shakespeare.attention_ext.rules import ARGUMENTS, Rules
+from shakespeare.attention_ext.rules import ARGUMENTS, Rules, ScoreMod
 
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
@@ -28,13 +28,13 @@ MOST_TEXT = 1023  # bytes of an error that the launcher takes
 NO_RULES = Rules(left=-1).arguments()  # of flash_backward
 PLANNING = 1  # Failure of bindings/launcher.cpp
 MEMORY = 2
-NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
+NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 7)
 PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)
 _failed = threading.local()  # `error`: what _planned() raised last in this thread
 
 
 @PLANNER
-def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, plan, why) -> bool:
+def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, mod, plan, why) -> bool:
     """The launcher asks how to launch sizes that are new to it. The device is current."""
     try:
         kernel = name.decode() if name else None
@@ -44,7 +44,8 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
             chosen = driver.load(DOCUMENTS, tile, d, Dtype.FP32, index)
         else:
             _check_sizes(kernel, Nq, Nk, d)
-            chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules)
+            known = ScoreMod.known.get(mod)
+            chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules, known)
         plan[0] = chosen.row.plan(chosen, call)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
@@ -104,8 +105,9 @@ def _fake_ruled(q, k, v, causal, scale, name, *rules):
     return _out(q, name), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(dout, dlse, q, k, v, *rest):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+def _fake_backward(dout, dlse, q, k, v, out, lse, causal, scale, name, of_bias, *rules):
+    dbias = q.new_empty((*q.shape[:3], k.shape[2]) if of_bias else (0,), dtype=torch.float32)
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), dbias)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -121,10 +123,12 @@ def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.kernel)
     compute = torch_func.functions[flash_backward] if torch_func.active() else flash_backward
     rules, needed = extension.saved_rules(ctx, tensors)
-    found = compute(*call, *(rules.values() or NO_RULES))
     if not rules:
-        return *found, None, None, None
+        return *compute(*call, False, *NO_RULES)[:3], None, None, None
+    *found, dbias = compute(*call, needed["bias"], *rules.values())
     of_rules = {}
+    if needed["bias"]:
+        of_rules["bias"] = extension.of_bias(dbias, rules["bias"])
     if needed["sinks"]:
         of_rules["sinks"] = extension.of_sinks(dout.float(), dlse, out.float(), lse, rules["sinks"])
     return *found, None, None, None, *map(of_rules.get, ARGUMENTS)

@@ -50,11 +50,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Queries:
-    """A call's. of_head: of all heads that share k and v. few: splitting the keys is faster."""
+    """A call's. of_head: of all heads that share k and v. few: splitting the keys is faster.
+
+    modified: a bias or a user's header changes their scores, which takes registers.
+    """
 
     of_head: int
     share: int = 1024  # of all heads, for each multiprocessor
     few: bool = False
+    modified: bool = False
 
 
 LARGE = Queries(1024)
@@ -254,6 +258,7 @@ def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
     """The fastest of a sweep on an H100. 128 threads copy; as many for each 64 queries multiply."""
     width = 32 if d <= 32 else up(d, 64)
     wide = width <= 128 and queries.share >= 192 and (width < 128 or queries.of_head >= 2048)
+    wide = wide and not queries.modified
     # more queries share K and V, if no multiprocessor idles; small tiles waste less of short rows
     widest = 80 if queries.of_head >= 4096 else 64
     bc = {32: 128, 64: 128, 128: 80 if wide else 128, 192: 112, 256: widest}[width]

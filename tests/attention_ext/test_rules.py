@@ -184,6 +184,16 @@ def test_a_users_change_of_scores_has_gradients(extension, tmp_path):
     assert "score" in raised.value.output
 
 
+def test_what_a_bias_hides_a_change_of_scores_does_not_show(attend, tmp_path):
+    (tmp_path / "mine.h").write_text("#include <cmath>\nfloat score(float s, At) { return std::tanh(s); }")
+    q = torch.randn(1, 2, 40, 8)
+    seen = torch.rand(1, 2, 40, 40) > 0.5
+    exact = torch.softmax((q @ q.mT / 8**0.5).tanh().masked_fill(~seen, -torch.inf), -1) @ q
+    for bias in (seen, torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)):
+        got = attend(q, q, q, bias=bias, score_mod=tmp_path / "mine.h")
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "part, given, message",
     [

@@ -4,8 +4,10 @@ import json
 import signal
 
 import pytest
+import torch
 from support import full
 
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge import score_mod
 from shakespeare.judge.cases import CASES
 from shakespeare.judge.speed import Size
@@ -80,3 +82,25 @@ def test_the_command(cli, failed, extension, tmp_path):
     file.write_text("float score(float s) { return s; }")
     assert "too many arguments" in cli("try", file, code=1).stdout
     assert "--backward does not go with a header" in failed("try", file, "--backward")
+    assert "--dtype goes with --device cuda only" in failed("try", file, "--dtype", "bf16")
+    (tmp_path / "mine.cpp").touch()
+    assert "--device goes with a header" in failed("try", tmp_path / "mine.cpp", "--device", "cuda")
+
+
+def test_it_is_tried_on_a_gpu(cli, failed, extension, tmp_path):
+    file = tmp_path / "mine.h"
+    file.write_text(RIGHT["kink"])
+    if not torch.cuda.is_available():
+        assert "device is 'cuda', and " in failed("try", file, "--device", "cuda")
+        pytest.skip("no GPU")
+    for dtype in Dtype:
+        done = cli("try", file, "-N", 64, "--device", "cuda", "--dtype", dtype)
+        assert "in part4 on CUDA" in done.stdout and "part4 takes" in done.stdout
+    file.write_text(next(iter(WRONG)))
+    assert "differences" in cli("try", file, "--device", "cuda", code=1).stdout
+
+
+def test_cases_on_a_gpu_have_one_width():
+    every = score_mod.cases_on("cuda", 3, Dtype.BF16)
+    assert {(case.d, case.seed, case.dtype) for case in every} == {(score_mod.WIDTH, 3, Dtype.BF16)}
+    assert len(every) == len({*every}) > 20

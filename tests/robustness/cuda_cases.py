@@ -41,7 +41,7 @@ def call_attention() -> int:
                 q, k, v = (torch.randn(B, H, n, d).to(kind).cuda() for n in (Nq, Nk, Nk))
                 forward = None if name in BACKWARD else name
                 out, lse = attention("part4", q, k, v, causal=causal, kernel=forward, return_lse=True)
-                call = q, None, q, k, v, out, lse, causal, None, name, *operators.NO_RULES
+                call = q, None, q, k, v, out, lse, causal, None, name, False, *operators.NO_RULES
                 outs = operators.flash_backward(*call) if name in BACKWARD else (out,)
                 torch.cuda.synchronize()
                 assert all(t.isfinite().all() for t in outs)

@@ -144,8 +144,11 @@ struct Sizes {
     std::string kernel;
     int causal = 0, rules = 0;  // RULES of cuda/rules.h
     int64_t seen = 0;           // keys that a head's queries may see
+    int64_t score_mod = 0;      // the address of a user's change of scores, for rules.py's ScoreMod.known
 
-    auto all() const { return std::tie(Nq, Nk, d, B, H, format, device, kernel, group, causal, rules, seen); }
+    auto all() const {
+        return std::tie(Nq, Nk, d, B, H, format, device, kernel, group, causal, rules, seen, score_mod);
+    }
     bool operator<(const Sizes& other) const { return all() < other.all(); }
 };
 
@@ -158,7 +161,8 @@ int64_t last_failure() { return std::exchange(failure, NONE); }
 // Fills in the plan and returns true, or writes why there is none.
 constexpr size_t MOST_TEXT = 1024;
 using Planner = bool(const char* kernel, int format, int device, int causal, int rules, int64_t heads,
-                     int64_t group, int64_t Nq, int64_t Nk, int64_t seen, int64_t d, Plan*, char* why);
+                     int64_t group, int64_t Nq, int64_t Nk, int64_t seen, int64_t d, int64_t score_mod, Plan*,
+                     char* why);
 Planner* planner = nullptr;
 
 // Returns the size of a Plan, which Python compares.
@@ -182,7 +186,7 @@ Plan plan_for(const Sizes& sizes) {
     const char* kernel = sizes.kernel.empty() ? nullptr : sizes.kernel.c_str();
     failure = PLANNING;
     REQUIRE(planner(kernel, sizes.format, sizes.device, sizes.causal, sizes.rules, sizes.B * sizes.H,
-                    sizes.group, sizes.Nq, sizes.Nk, sizes.seen, sizes.d, &plan, why),
+                    sizes.group, sizes.Nq, sizes.Nk, sizes.seen, sizes.d, sizes.score_mod, &plan, why),
             why);
     failure = NONE;
     const std::lock_guard<std::mutex> held(mutex);
@@ -298,6 +302,14 @@ struct Given {
         rules.group = static_cast<int>(s.group);
         rules.softcap = static_cast<float>(softcap * LOG2E);
         rules.softcap_below = static_cast<float>(1 / (softcap * LOG2E));
+        if (!bias) return rules;
+        const auto of = bias->sizes(), stride = bias->strides();
+        const auto wide = [](int64_t n, int64_t all) { return n == 1 || n == all; };
+        REQUIRE(of.size() == 4 && wide(of[0], s.B) && wide(of[1], s.H) && of[2] == s.Nq && of[3] == s.Nk &&
+                    (stride[3] == 1 || s.Nk == 1) && bias->get_device_index() == s.device,
+                "bias must be (B or 1, H or 1, Nq, Nk) on q's device, its rows contiguous");
+        rules.bias = bias->const_data_ptr();
+        rules.bias_strides = {of[0] == 1 ? 0 : stride[0], of[1] == 1 ? 0 : stride[1], stride[2]};
         return rules;
     }
 
@@ -339,7 +351,13 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, c
     sizes.causal = causal;
     if (given) {
         sizes.rules = RULED + SOFTCAP * (given->softcap != 0) + ALIBI * given->alibi_slopes.has_value() +
-                      DOCUMENTS * given->documents.has_value();
+                      DOCUMENTS * given->documents.has_value() + MODIFIED * given->score_mod.has_value();
+        if (given->bias) {
+            const bool hides = given->bias->scalar_type() == ScalarType::Bool;
+            REQUIRE(hides || given->bias->scalar_type() == ScalarType::Float, "bias must be float32 or bool");
+            sizes.rules += hides ? BIAS_HIDES : BIAS_ADDS;
+        }
+        sizes.score_mod = given->score_mod.value_or(0);
         sizes.seen = std::min(sizes.Nk, given->left + sizes.Nq + (causal ? 0 : given->right));
     }
     return sizes;
@@ -457,13 +475,15 @@ std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const T
     return {out, *lse};
 }
 
-// The gradients of q, k and v. out, lse: what the forward pass gave; left: of a window, -1 without rules.
+// The gradients of q, k, v and, if of_bias, of a bias for all batches and heads. out, lse: what the forward
+// pass gave; left: of a window, -1 without rules.
 template <class... Rule>
-std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::optional<Tensor> dlse,
-                                                  const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                                                  const Tensor& out_, const Tensor& lse, bool causal,
-                                                  std::optional<double> scale,
-                                                  std::optional<std::string> kernel, Rule... rules) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::optional<Tensor> dlse,
+                                                          const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                                                          const Tensor& out_, const Tensor& lse, bool causal,
+                                                          std::optional<double> scale,
+                                                          std::optional<std::string> kernel, bool of_bias,
+                                                          Rule... rules) {
     Given all{rules...};
     all.extents.reset();  // they may be those of the queries alone
     Given* const given = all.left < 0 ? nullptr : &all;
@@ -472,6 +492,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
         REQUIRE(sizes_of(*t, k_, v_, causal, given).all() == s.all(), "dout and out must be as q is");
     s.seen = s.Nk;
     s.kernel = kernel.value_or(GRADIENT);
+    REQUIRE(!of_bias || s.rules & BIAS_ADDS, "of_bias is given; bias must be float32");
+    if (of_bias) s.rules += BIAS_GRADIENT;
     if (dlse) dlse = torch::stable::contiguous(*dlse);
     const OnDevice current(s.device);
     const Plan plan = plan_for(s);
@@ -482,6 +504,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
         return on_device({s.B, m.tensor.size(1), m.tensor.size(2), plan.width}, q_.scalar_type(), q_);
     };
     Tensor dq = like(q), dk = like(k), dv = like(v), rows = on_device({plan.scratch}, ScalarType::Float, q_);
+    Tensor dbias = of_bias ? on_device({s.B, s.H, s.Nq, s.Nk}, ScalarType::Float, q_)
+                           : on_device({0}, ScalarType::Float, q_);
+    if (of_bias) torch::stable::zero_(dbias);
 
     Call call = call_of(s, q, k, v, out, scale, given);
     const auto data = [&](const std::optional<Tensor>& t, const char* name) {
@@ -494,14 +519,15 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
                  static_cast<float2*>(rows.mutable_data_ptr()),
                  dq.mutable_data_ptr(),
                  dk.mutable_data_ptr(),
-                 dv.mutable_data_ptr()};
+                 dv.mutable_data_ptr(),
+                 of_bias ? static_cast<float*>(dbias.mutable_data_ptr()) : nullptr};
     const Matrices* const inputs[] = {&q, &k, &v, &dout};
     TensorMap maps[4];
     void *parameters[] = {&call, &to, &maps[0], &maps[1], &maps[2], &maps[3]}, *const stream = stream_of(s);
     for (int i = 0; plan.box && i < 4; i++)
         encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, plan.br, plan);
     for (int i = 0; i < plan.count; i++) launch(plan.launches[i], parameters, stream);
-    return {narrowed(dq, s), narrowed(dk, s), narrowed(dv, s)};
+    return {narrowed(dq, s), narrowed(dk, s), narrowed(dv, s), dbias};
 }
 
 }  // namespace
@@ -516,8 +542,8 @@ STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
     for (const char* name : {"flash_ruled", "flash_ruled_with_gradient"})
         m.def((name + arguments + rules + " -> (Tensor, Tensor)").c_str());
     m.def(("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-           "bool causal, float? scale, str? name" +
-           rules + " -> (Tensor, Tensor, Tensor)")
+           "bool causal, float? scale, str? name, bool of_bias" +
+           rules + " -> (Tensor, Tensor, Tensor, Tensor)")
               .c_str());
     m.def("plan_by(int function) -> int");
     m.def("last_failure() -> int");

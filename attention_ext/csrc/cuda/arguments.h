@@ -14,6 +14,10 @@ struct float2;
 #define SOFTCAP 2
 #define ALIBI 4
 #define DOCUMENTS 8
+#define BIAS_ADDS 16
+#define BIAS_HIDES 32     // a boolean one
+#define BIAS_GRADIENT 64  // of the backward pass
+#define MODIFIED 128      // by a user's header
 
 // Elements from one batch, head and row to the next. The numbers of a row lie side by side.
 struct Strides {
@@ -29,6 +33,8 @@ struct Rules {
     int group;                     // heads of q that read one head of k and v
     float softcap, softcap_below;  // times log2(e); 1 / softcap
     int extent_rows;               // 1 + Nk, or in the forward pass the first and those of the last keys
+    const void* bias;              // float, or bool with BIAS_HIDES; the keys' numbers lie side by side
+    Strides bias_strides;          // 0 where batches, heads or queries share it
 };
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
@@ -55,4 +61,5 @@ struct Gradients {
     const float* dlse;      // (B, H, Nq), or null: 0
     float2* rows;           // (B H, padded_rows()): a query's logsumexp in powers of two, and its D
     Element *dq, *dk, *dv;  // (B, H, Nq, d), (B, Hk, Nk, d) twice, contiguous
+    float* dbias;           // (B, H, Nq, Nk), zeros; with BIAS_GRADIENT
 };

@@ -128,10 +128,11 @@ __device__ inline QueryRange queries_of_all(const Call& call, long long head, in
     return {queries_of(call, head, last, last).first, queries_of(call, head, j, j).end};
 }
 
-// Whether query i sees key j0 + c, its score there, times log2(e), and the derivative of that by `score`.
+// Whether query i sees key j0 + c, its score there, times log2(e), and the derivatives of that by `score` and
+// by a bias.
 struct Pair {
     bool seen;
-    float score, slope;
+    float score, slope, bias_slope;
 };
 __device__ inline Pair pair_of(const Call& call, long long head, int i, int j0, int c, float score) {
 #if RULES
@@ -141,8 +142,15 @@ __device__ inline Pair pair_of(const Call& call, long long head, int i, int j0, 
     const long long* const numbers = numbers_of(call, head);  // less than their extents, for a single key
     seen = seen && numbers[j0 + c] == numbers[min(i, call.Nq - 1) + call.Nk - call.Nq];
 #endif
-    return {seen, row.changed(score, c), row.derivative(score)};
+    const float given = row.given(score, c), slope = row.modified_slope(given, c);
+    return {seen, row.modified(given, c), row.derivative(score) * slope, slope};
 #else
-    return {j0 + c < keys_seen(call, i), score, 1.0f};
+    return {j0 + c < keys_seen(call, i), score, 1.0f, 1.0f};
 #endif
+}
+
+// dbias[head, i, j] <- x with BIAS_GRADIENT, if there are such a query and key; each pair is one thread's.
+__device__ inline void store_bias(const Call& call, float* dbias, long long head, int i, int j, float x) {
+    if (RULES & BIAS_GRADIENT && dbias && i < call.Nq && j < call.Nk)
+        dbias[(head * call.Nq + i) * call.Nk + j] = x;
 }

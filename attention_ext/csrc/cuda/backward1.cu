@@ -35,8 +35,9 @@ __device__ inline void load(float* tile, const Element* from, long long stride, 
 }
 
 // Lines 10 to 14: P and dS of the tiles in shared memory, of the queries from i0 and the keys from j0 on.
+// dbias: null, or gets its numbers too.
 __device__ inline void scores(const Call& call, const Gradients& to, const Shared& s, long long head, int i0,
-                              int j0) {
+                              int j0, float* dbias) {
     // A thread's rows are T apart and its columns too, so neighbours read neighbouring banks.
     const int x = threadIdx.x % T, y = threadIdx.x / T;
     float S[EACH][EACH] = {}, dP[EACH][EACH] = {};
@@ -61,7 +62,9 @@ __device__ inline void scores(const Call& call, const Gradients& to, const Share
             const Pair pair = pair_of(call, head, i0 + row, j0, column, S[i][j] * call.scale);
             const float p = pair.seen ? exp2_approx(pair.score - of_row.x) : 0.0f;
             s.P[row * (SIDE + 1) + column] = p;
-            s.dS[row * (SIDE + 1) + column] = p * (dP[i][j] - of_row.y) * pair.slope;
+            const float of_bias = p * (dP[i][j] - of_row.y);
+            s.dS[row * (SIDE + 1) + column] = of_bias * pair.slope;
+            store_bias(call, dbias, head, i0 + row, j0 + column, of_bias * pair.bias_slope);
         }
     }
 }
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             load(s.Q, at.q, call.q_strides.row, i0, call.Nq);
             load(s.dO, dout_of(call, to, head), to.dout_strides.row, i0, call.Nq);
             __syncthreads();
-            scores(call, to, s, head, i0, j0);
+            scores(call, to, s, head, i0, j0, nullptr);
             __syncthreads();
             add_product(dV, s.P, 1, SIDE + 1, s.dO);  // line 12
             add_product(dK, s.dS, 1, SIDE + 1, s.Q);  // line 16
@@ -132,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         load(s.K, block.k, call.k_strides.row, j0, call.Nk);
         load(s.V, block.v, call.v_strides.row, j0, call.Nk);
         __syncthreads();
-        scores(call, to, s, block.head, i0, j0);
+        scores(call, to, s, block.head, i0, j0, to.dbias);
         __syncthreads();
         add_product(dQ, s.dS, SIDE + 1, 1, s.K);  // line 15
     }

@@ -2,7 +2,7 @@
 // Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
 // Shapes: bf16 and fp16; d is a multiple of 8 up to 128; rows, heads and batches start at multiples of 16
-//     bytes.
+//     bytes. All rules, but no gradient of a bias.
 // Loop nest: a block goes over tiles of 128 keys, 64 for each of two warpgroups that multiply, and for each
 //     over the tiles of Br queries that see some. S and dP are transposed: keys are their rows. A warpgroup
 //     begins, for tile j of queries after tile j - 1:
@@ -59,9 +59,10 @@ constexpr unsigned TOGETHER = (32 << 20) / (8 * width);  // queries whose Q, dO 
 static_assert(BC == 64 * GROUPS && THREADS == 128 * (GROUPS + 1) && d % 8 == 0, "tile");
 static_assert(TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % TILE == 0 && TURN_ROWS == TILE, "tile");
 static_assert(BY_ROWS || columns == BOX, "halves of dQ are rows, or boxes of columns");
+static_assert(!(RULES & BIAS_GRADIENT), "a bias has its gradient from backward3");
 
 // P is held for dS as 16 bits alone, times the derivative of the scores: W, if that is not P.
-constexpr bool WEIGHTED = RULES & SOFTCAP;
+constexpr bool WEIGHTED = (RULES & (SOFTCAP | MODIFIED)) != 0;
 // Registers of a thread that copies or adds and of one that multiplies: multiples of 8, 65,536 at most in all
 constexpr int copying = 24, multiplying = 240;
 
@@ -311,8 +312,15 @@ __device__ inline void weigh(const Call& call, int head, int first, int row, uns
         UNROLLED(e, 4) {
             const int c = 8 * m + e % 2;
             float s = S[4 * m + e];
-            [[maybe_unused]] float t = 0.0f;
+            [[maybe_unused]] float t = 0.0f, slope_of_mod = 1.0f;
             if (MASKED || CHANGES) s *= call.scale;
+#if RULES & (BIAS_ADDS | BIAS_HIDES | MODIFIED)
+            const Row of_query(call, head, first + column + c, row + 8 * (e / 2), true);
+            if (RULES & SOFTCAP) t = tanh_approx(s * of_query.cap_below);
+            s = of_query.given(s, 0);
+            slope_of_mod = of_query.modified_slope(s, 0);
+            s = of_query.modified(s, 0);
+#else
 #if RULES & SOFTCAP
             t = tanh_approx(s * call.rules.softcap_below);
             s = call.rules.softcap * t;
@@ -320,11 +328,12 @@ __device__ inline void weigh(const Call& call, int head, int first, int row, uns
 #if RULES & ALIBI
             s -= slope * fabsf(own[e / 2] + (float)c);
 #endif
+#endif
             if (MASKED && !(c >= seen[e / 2].first && (!RULES || c < seen[e / 2].end))) s = -INF;
             if (RULES & DOCUMENTS && hidden >> (4 * m + e) & 1) s = -INF;
             s = MASKED || CHANGES ? s - lse[e % 2] : fmaf(s, call.scale, -lse[e % 2]);
             p[e] = exp2_approx(s);
-            w[e] = p[e] * fmaf(-t, t, 1.0f);
+            w[e] = p[e] * fmaf(-t, t, 1.0f) * slope_of_mod;
         }
         UNROLLED(h, 2) {
             P[2 * m + h] = pack(p[2 * h], p[2 * h + 1]);

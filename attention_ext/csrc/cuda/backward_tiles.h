@@ -101,6 +101,7 @@ template <bool OF_KEYS> struct Pass {
     const Call& call;
     int first_row;         // of the warp's
     const float2* of_row;  // if they are queries, their logsumexp and D, from the lane's first on
+    float* dbias;          // of the queries
     Rows<M, HELD> X, Y;
     Sums dX = {}, dY = {};
 
@@ -148,7 +149,7 @@ template <bool OF_KEYS> struct Pass {
     template <bool MASKED, bool HALF = false, bool GIVEN = false>
     __device__ inline static void weigh(const Call& call, int first_row, Weights& P, Weights& dS,
                                         const Scores& S, const Scores& dP, long long head, int first,
-                                        unsigned rows, const float2* of_row = nullptr) {
+                                        unsigned rows, const float2* of_row = nullptr, float* dbias = nullptr) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(n, CHUNK / 8) {
             unsigned of_column[4];  // two queries' logsumexp and D
@@ -158,7 +159,7 @@ template <bool OF_KEYS> struct Pass {
                     float p[2], ds[2];
                     const float2 own = OF_KEYS ? float2{} : of_row[16 * i + 8 * h];
                     UNROLLED(e, 2) {
-                        float score = S[i][n][2 * h + e] * call.scale, slope = 1.0f;
+                        float score = S[i][n][2 * h + e] * call.scale, slope = 1.0f, bias_slope = 1.0f;
                         const float lse = OF_KEYS ? __uint_as_float(of_column[2 * e]) : own.x;
                         const float d = OF_KEYS ? __uint_as_float(of_column[2 * e + 1]) : own.y;
                         bool seen = true;
@@ -170,10 +171,14 @@ template <bool OF_KEYS> struct Pass {
                             seen = pair.seen;
                             score = pair.score;
                             slope = pair.slope;
+                            bias_slope = pair.bias_slope;
                         }
                         p[e] = MASKED && !seen ? 0.0f : exp2_approx(score - lse);
                         if (GIVEN) p[e] = weight(P, i, n, h, e);
                         ds[e] = HALF ? p[e] : p[e] * (dP[i][n][2 * h + e] - d);
+                        if (MASKED && !OF_KEYS)
+                            store_bias(call, dbias, head, first_row + 16 * i + 8 * h + g,
+                                       first + 8 * n + 2 * t + e, ds[e] * bias_slope);
                         if (MASKED) ds[e] *= slope;
                     }
                     if (OF_KEYS && !GIVEN) put(P, i, n, h, p[0], p[1]);
@@ -197,9 +202,9 @@ template <bool OF_KEYS> struct Pass {
             Weights P, dS;
             const unsigned rows = tile + 2 * W_TILE + c * 8;
             if (CHANGES || j < keys.all_first || last >= keys.all_end)
-                weigh<true>(call, first_row, P, dS, S, dP, head, at, rows, of_row);
+                weigh<true>(call, first_row, P, dS, S, dP, head, at, rows, of_row, dbias);
             else
-                weigh<false>(call, first_row, P, dS, S, dP, head, at, rows, of_row);
+                weigh<false>(call, first_row, P, dS, S, dP, head, at, rows, of_row, dbias);
             add_product(dX, dS, z_transposed + c * STRIDE);
             if (OF_KEYS) add_product(dY, P, z_transposed + W_TILE + c * STRIDE);
         }
@@ -374,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Q_BLOCKS)
     const Matrix k{block.k, call.k_strides.row, call.Nk}, v{block.v, call.v_strides.row, call.Nk};
     const int i0 = block.first_query, warp = threadIdx.x / 32;
     const long long first_row = i0 + warp * Pass<false>::ROWS, head = block.head * padded_rows(call);
-    Pass<false> pass{call, (int)first_row, to.rows + head + first_row + threadIdx.x % 32 / 4};
+    Pass<false> pass{call, (int)first_row, to.rows + head + first_row + threadIdx.x % 32 / 4, to.dbias};
     const unsigned ring = begin();
     pass.load(ring, {block.q, call.q_strides.row, call.Nq},
               {dout_of(call, to, block.head), to.dout_strides.row, call.Nq});

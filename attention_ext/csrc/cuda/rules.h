@@ -4,7 +4,12 @@
 #pragma once
 #include "call.h"
 
-constexpr bool CHANGES = (RULES & (SOFTCAP | ALIBI)) != 0;  // scores, beside hiding some
+#if RULES & MODIFIED
+#include "score_mod.h"
+#endif
+
+constexpr bool BIASED = (RULES & (BIAS_ADDS | BIAS_HIDES)) != 0;
+constexpr bool CHANGES = BIASED || (RULES & (SOFTCAP | ALIBI | MODIFIED)) != 0;  // scores, beside hiding some
 
 // The keys `first` to `end` - 1 hold all that some query sees; those within `all` are seen by each.
 struct Range {
@@ -74,6 +79,8 @@ struct Row {
     float own, slope, cap, cap_below;
     const long long* documents = nullptr;  // numbers that must be compared
     long long document;
+    const void* bias;
+    int b, h, i, j0, last;  // key j0 + last is the head's last one
 
     // without: the documents are left to the caller.
     __device__ inline Row(const Call& call, long long head, int i, int j0, bool without = false) {
@@ -87,6 +94,15 @@ struct Row {
         own = (float)p;
         slope = call.rules.slopes[head] * LOG2E;
 #endif
+        this->i = i, this->j0 = j0;
+        b = head / call.heads, h = head % call.heads;
+        last = call.Nk - 1 - j0;
+        if (BIASED) {
+            const Strides& by = call.rules.bias_strides;
+            const long long at = b * by.batch + h * by.head + i * by.row + j0;
+            bias = RULES & BIAS_ADDS ? (const void*)((const float*)call.rules.bias + at)
+                                     : (const bool*)call.rules.bias + at;
+        }
 #if RULES & DOCUMENTS
         if (without) return;
         const Document of = document_of(call, head, p + j0);
@@ -98,13 +114,36 @@ struct Row {
         }
 #endif
     }
-    // The score of key j0 + c, in powers of two, as it changes, and whether it is seen; then both.
-    __device__ inline float changed(float s, int c) const {
+    // The score of key j0 + c, in powers of two, as all but a user's header change it. -INF: it is hidden.
+    __device__ inline float given(float s, int c) const {
         if (RULES & SOFTCAP) s = cap * tanh_of(s * cap_below);
         if (RULES & ALIBI) s -= slope * fabsf(own - (float)c);
+        if (RULES & BIAS_ADDS) s += (c <= last ? ((const float*)bias)[c] : 0.0f) * LOG2E;
+        if (RULES & BIAS_HIDES && !(c <= last && ((const bool*)bias)[c])) s = -INF;
         return s;
     }
-    // The derivative of changed() by the score.
+    // given(), as the header changes it, and the derivative of that.
+    __device__ inline float modified(float s, int c) const {
+#if RULES & MODIFIED
+        const At at{b, h, i, j0 + min(c, last)};
+        const float changed = user::score(s * LN2, at) * LOG2E;  // computed also if it is hidden: no branches
+        return BIASED && s == -INF || !user::seen_of(at, 0) ? -INF : changed;
+#else
+        return s;
+#endif
+    }
+    __device__ inline float modified_slope(float s, int c) const {
+#if RULES & MODIFIED
+        const At at{b, h, i, j0 + min(c, last)};
+        const float slope = user::slope_of(s * LN2, at, 0);
+        return BIASED && s == -INF || !user::seen_of(at, 0) ? 0.0f : slope;
+#else
+        return 1.0f;
+#endif
+    }
+    // The score of key j0 + c, in powers of two, as it changes, and whether it is seen; then both.
+    __device__ inline float changed(float s, int c) const { return modified(given(s, c), c); }
+    // The derivative of given() by the score.
     __device__ inline float derivative(float s) const {
         const float x = RULES & SOFTCAP ? tanh_of(s * cap_below) : 0.0f;
         return 1.0f - x * x;
@@ -120,8 +159,15 @@ struct Row {
 template <int count, class Score>
 __device__ inline void apply(const Row& row, const Score& score, bool all_seen) {
     const auto column = [](int i) { return i / 2 * 8 + i % 2; };
-    if (CHANGES)
+    if (BIASED || RULES & MODIFIED) {  // a few at a time: the loads and indices of all would spill
+        Row now = row;
+        UNROLLED(i, count) {
+            if (i % 2 == 0) asm volatile("" : "+r"(now.j0), "+r"(now.last)::"memory");
+            score(i) = now.changed(score(i), column(i));
+        }
+    } else if (CHANGES) {
         UNROLLED(i, count) score(i) = row.changed(score(i), column(i));
+    }
     if (all_seen) return;
     if (RULES & DOCUMENTS && row.documents) {  // one load at a time: all would spill
         static_assert(count <= 32, "bits of `seen`");

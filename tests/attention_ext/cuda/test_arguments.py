@@ -36,13 +36,14 @@ def test_rules_and_heads_that_share_keys():
     q, k, v = (torch.empty(2, h, 5, 8, device="cuda", dtype=torch.float16) for h in (6, 2, 2))
     given = dict(window=(3, None), softcap=2.0, sinks=torch.empty(6, device="cuda"))
     given |= dict(documents=torch.empty(2, 5, device="cuda", dtype=torch.int32))
-    for options in ({}, given):
+    bias = torch.empty(1, 6, 5, 5, device="cuda", requires_grad=True)
+    for options in ({}, given, dict(bias=bias), dict(bias=bias > 0)):
         out, lse = attention("part4", q, k, v, return_lse=True, **options)
         assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     for options, message in (
         (dict(kernel="3"), "kernel is '3'; with rules, or fewer heads of .* must be one of 4, 5, 6, split"),
-        (dict(bias=torch.empty(1, 1, 5, 5, device="cuda")), "must be left out with part4 on CUDA in fp16"),
-        (dict(score_mod="mine.h"), "score_mod is given; it must be left out with part4 on CUDA"),
+        (dict(bias=torch.empty(1, 1, 5, 4, device="cuda")), r"bias has shape \(1, 1, 5, 4\); it must be"),
+        (dict(score_mod="none.h"), "score_mod is 'none.h'; it must be the path of a C.. header"),
         (dict(sinks=torch.empty(6, device="cpu")), "sinks is on cpu; it must be on q's cuda:0"),
     ):
         with naming(options), pytest.raises(ValueError, match=message):

@@ -102,7 +102,8 @@ def test_random_cases(row):
             check(row, *qkv(B, H, Nq, Nk, d, row[1], seed), causal, scale)
 
 
-def test_any_rules_together(row):
+def test_any_rules_together(row, tmp_path):
+    (tmp_path / "mine.h").write_text(oracle.HEADER)
     kernel, dtype = row
     if not KERNELS[kernel].ruled:
         pytest.skip(f"kernel {kernel} has no rules")
@@ -119,6 +120,8 @@ def test_any_rules_together(row):
             alibi_slopes=torch.rand(H, device="cuda"),
             sinks=torch.randn(H, device="cuda"),
             documents=documents[[choose.randint(0, 1) for _ in range(B)]].cuda(),
+            bias=oracle.a_bias(choose, B, H, Nq, Nk).detach(),
+            score_mod=tmp_path / "mine.h",
         )
         able = [name for name in options if more >= 0 or name != "documents"]
         given = {name: options[name] for name in able if choose.random() < 0.4}
@@ -141,6 +144,18 @@ def test_any_rules_together(row):
             error = TOLERANCES[dtype] + 2**-11 * min(given.get("softcap", 0), far.item())
             torch.testing.assert_close(out.double(), right, rtol=error, atol=error * v.abs().max().item())
             torch.testing.assert_close(lse[some].double(), right_lse[some], rtol=error, atol=error)
+
+
+def test_a_saved_header_is_compiled_again(row, tmp_path):
+    kernel, dtype = row
+    if not KERNELS[kernel].ruled:
+        pytest.skip(f"kernel {kernel} has no rules")
+    q, k, v = qkv(1, 2, 40, 50, 32, dtype)
+    for scale in (1.0, -2.0, 1.0):
+        (tmp_path / "mine.h").write_text(f"float score(float s, At) {{ return {scale}f * s; }}")
+        got = attention("part4", q, k, v, kernel=kernel, score_mod=tmp_path / "mine.h")
+        expected = attention("part4", q, k, v, kernel=kernel, scale=scale * 32**-0.5)
+        torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def test_strides(row):

@@ -18,12 +18,14 @@ from shakespeare.attention_ext.cuda.kernels import EVERY, FASTEST, KERNELS, WIDE
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
 from shakespeare.attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.rules import ScoreMod
 
 # KiB for a block, by NVIDIA's guide
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-RULES = (0, 15)  # of csrc/cuda/arguments.h: none, all
+RULES = (0, 15)  # of csrc/cuda/arguments.h: none, all but a bias and a header
+MODIFIED = 255 - 32  # all of them; 32 is a boolean bias
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
@@ -75,6 +77,46 @@ def test_each_step_compiles_for_each_architecture(name, capability):
         for dtype in {Dtype.FP32, Dtype.BF16} & {*dtypes}:
             check(name, 192, dtype)
             check(name, 256, dtype)
+
+
+HEADER = """
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include "lib/sign.inc"
+#define WIDE 3
+inline float grown(float x) { return std::exp2(x) + std::min(x, 2.0f) + std::abs(x) + sqrtf(x * x + 1); }
+float score(float s, At at) { return SIGN * 9 * std::tanh(s / 9) - grown(at.h) * std::abs(at.i - at.j); }
+float slope(float s, At) { return 1 - std::pow(std::tanh(s / 9), 2.0f); }
+bool seen(At at) { return int64_t(at.i + at.b) % WIDE != std::max(at.j, 0) % WIDE; }
+"""
+
+
+@pytest.mark.usefixtures("nvrtc", "extension")
+@pytest.mark.parametrize("name", [name for name, kernel in EVERY.items() if kernel.ruled])
+def test_a_bias_and_a_users_header_are_compiled_in(name, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "sign.inc").write_text("constexpr float SIGN = 1;")
+    header = tmp_path / "rules.h"  # as one of the kernels' is called
+    header.write_text(HEADER)
+    mod = ScoreMod(header)
+    queries = Queries(4096, 4096, modified=True)
+    row, tile = choose(name, 64, EVERY[name].dtypes[0], GPUS[9, 0], queries)
+    settings = row, tile, 64, row.dtypes[0], (9, 0), MODIFIED & ~row.without
+    source = driver.source(*settings, mod)
+    assert source.compile()[1].spill_stores <= WITH_RULES
+    (tmp_path / "lib" / "sign.inc").write_text("constexpr float SIGN = -1;")
+    assert driver.source(*settings, ScoreMod(header)).fingerprint() != source.fingerprint()
+    assert driver.source(*settings, mod).fingerprint() == source.fingerprint()
+
+
+@pytest.mark.usefixtures("nvrtc", "extension")
+def test_a_header_that_nvrtc_refuses_is_named(tmp_path):
+    (tmp_path / "mine.h").write_text("#include <vector>\nfloat score(float s, At) { return s; }")
+    row, tile = choose("5", 64, Dtype.FP32, GPUS[9, 0])
+    source = driver.source(row, tile, 64, Dtype.FP32, (9, 0), 129, ScoreMod(tmp_path / "mine.h"))
+    with pytest.raises(BuildError, match=r"\ANVRTC failed to compile kernel5.*mine.h.*vector.*\Z"):
+        source.compile()
 
 
 WORK = """
@@ -174,7 +216,7 @@ def test_the_table():
         assert choose(None, 64, dtype, GPUS[7, 5], Queries(1, few=True))[0].name == "split"
         assert choose("backward", 64, dtype, GPUS[7, 5])[0].name == "backward1"
         assert choose("backward", 64, dtype, GPUS[8, 0])[0].name == f"backward{2 + (dtype != Dtype.FP32)}"
-    for d, rules, name in ((128, 0, "4"), (128, 15, "4"), (136, 0, "3")):
+    for d, rules, name in ((128, 0, "4"), (128, 191, "4"), (128, 81, "3"), (136, 0, "3")):
         assert choose("backward", d, Dtype.FP16, GPUS[9, 0], rules=rules)[0].name == f"backward{name}"
     with pytest.raises(ValueError, match="takes no heads of d = 136"):
         choose("backward4", 136, Dtype.BF16, GPUS[9, 0])

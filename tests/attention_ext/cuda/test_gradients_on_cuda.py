@@ -2,6 +2,7 @@
 
 import random
 
+import oracle
 import pytest
 import torch
 from support import naming
@@ -10,11 +11,14 @@ from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention, operator, reference
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.attention_ext.rules import checked
+from shakespeare.attention_ext.rules import Rules, checked
 
 FLOOR = (
     2e-6  # a share of the numbers that a gradient sums, added to twice PyTorch's error: dS is a difference
 )
+
+
+OF_RULES = ("sinks", "bias")  # rules with gradients
 
 
 @pytest.fixture(params=Dtype, ids=str)
@@ -38,7 +42,7 @@ def documents(choose, Nk):
 
 
 def gradients(given, dlse, rules=None, part4=True, **options):
-    """Those of q, k, v and sinks, by autograd. dlse: or None. rules: the options of attention() for them."""
+    """Those of q, k, v, sinks and bias, by autograd. dlse: or None. rules: attention()'s options."""
     q, k, v = (t.detach().requires_grad_() for t in given[:3])
     rules = rules or {}
     if part4:
@@ -47,12 +51,13 @@ def gradients(given, dlse, rules=None, part4=True, **options):
         found = checked(rules, q, k.shape[2]) if rules or k.shape[1] < q.shape[1] else None
         out, lse = reference.attention(q, k, v, return_lse=True, rules=found, **options)
     of_lse = () if dlse is None else (lse.masked_fill(~lse.isfinite(), 0.0),)
-    leaves = [q, k, v, *(rules[name] for name in ("sinks",) if name in rules)]
+    leaves = [q, k, v, *(t for t in map(rules.get, OF_RULES) if t is not None and t.requires_grad)]
     return torch.autograd.grad((out, *of_lse), leaves, (given[3], *(dlse.to(t.dtype) for t in of_lse)))
 
 
 @pytest.mark.parametrize("ruled", [False, True], ids=["plain", "rules"])
-def test_generated_cases(dtype, ruled):
+def test_generated_cases(dtype, ruled, tmp_path):
+    (tmp_path / "mine.h").write_text(oracle.HEADER)
     for seed in range(60):
         choose, rules = random.Random(seed), {}
         B, Hk, d = choose.randint(1, 2), choose.randint(1, 3), choose.choice([16, 32, 40, 64, 80, 128, 200])
@@ -66,6 +71,7 @@ def test_generated_cases(dtype, ruled):
             rules = dict(window=tuple(choose.choices(side, k=2)), softcap=choose.choice([0.5, 30.0]))
             rules |= dict(alibi_slopes=torch.rand(H).cuda(), sinks=torch.randn(H).cuda().requires_grad_())
             rules |= dict(documents=torch.stack([documents(choose, Nk) for _ in range(B)]).cuda())
+            rules |= dict(bias=oracle.a_bias(choose, B, H, Nq, Nk), score_mod=tmp_path / "mine.h")
             rules = {name: rules[name] for name in rules if choose.random() < 0.5}
         scale = choose.choice([d**-0.5, d**-0.5, 0.2, -0.1])
         given = tensors(dtype, B, H, Hk, Nq, Nk, d, seed)
@@ -79,7 +85,8 @@ def test_generated_cases(dtype, ruled):
             dP = dout.norm(dim=3).max() * v.std()
             scales = [dP * k.abs().max() * abs(scale), dP * q.abs().max() * abs(scale), dout.abs().max()]
             for n, (ours, right, theirs) in enumerate(zip(got, exact, peer)):
-                most = scales[n] if n < 3 else dP * (B * Nq) ** 0.5  # a sink's sums all rows
+                # a sink's sums all rows, a bias's those of batches and heads that share it
+                most = scales[n] if n < 3 else dP * (B * max(H, Nq)) ** 0.5
                 floor = max(FLOOR, dtype.rounding) * max(most, right.abs().max())
                 error, allowed = (ours - right).abs().max(), 2 * (theirs - right).abs().max() + floor
                 assert error <= allowed, (n, float(error), float(allowed))
@@ -93,6 +100,9 @@ def test_opcheck_and_compile(dtype):
     def layer(q, k, v):
         return attention("part4", q * 2, k, v, causal=True) + 1
 
+    bias = torch.randn(1, 2, 40, 50, device="cuda", requires_grad=True)
+    more = (True, 0.3, None, *Rules(bias=bias).on_cuda().arguments())
+    torch_library.opcheck(operator("part4", "cuda", gradient=True, ruled=True), (*leaves, *more))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     right, got = (torch.autograd.grad(f(*leaves), leaves, dout) for f in (layer, compiled))
     torch.testing.assert_close(got, right)
