@@ -14,10 +14,9 @@ from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
-BIAS_ADDS, BIAS_GRADIENT = (
-    16,
-    64,
-)  # of RULES, csrc/cuda/arguments.h; those of a bias and a header are the largest
+# Of RULES, csrc/cuda/arguments.h. Those of a bias and a user's header are the largest.
+BIAS_ADDS = 16
+BIAS_GRADIENT = 64
 MOST_WAVES = 8  # of blocks, among which splits() chooses
 WAVE_COST = 0.02
 
