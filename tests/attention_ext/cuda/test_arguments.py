@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shakespeare.attention_ext import PARTS, attention, operator
 from shakespeare.attention_ext.cuda.kernels import Gpu, choose
 from shakespeare.attention_ext.parts import Dtype
+from shakespeare.attention_ext.rules import Rules
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +37,16 @@ def test_rules_and_heads_that_share_keys():
     q, k, v = (torch.empty(2, h, 5, 8, device="cuda", dtype=torch.float16) for h in (6, 2, 2))
     given = dict(window=(3, None), softcap=2.0, sinks=torch.empty(6, device="cuda"))
     given |= dict(documents=torch.empty(2, 5, device="cuda", dtype=torch.int32))
-    bias = torch.empty(1, 6, 5, 5, device="cuda", requires_grad=True)
+    bias = torch.empty(1, 6, 5, 5, device="cuda")
     for options in ({}, given, dict(bias=bias), dict(bias=bias > 0)):
         out, lse = attention("part4", q, k, v, return_lse=True, **options)
         assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    from shakespeare.attention_ext.cuda.operators import flash_backward
+
+    call = (q, None, q, k, v, out, lse, False, 0.3, None, True, *Rules(bias=bias).on_cuda().arguments())
+    *found, dbias = flash_backward(*call)
+    assert [t.shape for t in found] == [q.shape, k.shape, v.shape]
+    assert (dbias.shape, dbias.dtype) == ((2, 6, 5, 5), torch.float32)
     for options, message in (
         (dict(kernel="3"), "kernel is '3'; with rules, or fewer heads of .* must be one of 4, 5, 6, split"),
         (dict(bias=torch.empty(1, 1, 5, 4, device="cuda")), r"bias has shape \(1, 1, 5, 4\); it must be"),
