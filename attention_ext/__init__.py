@@ -115,7 +115,7 @@ def attention(
         (at.b, at.h, at.i, at.j); perhaps `bool seen(At)`, and for gradients `float slope(float s, At)`, the
         derivative by s. On CUDA part4 has it compiled in by NVRTC, with <cmath> and std::min and std::max of
         the C++ library, once for each width of heads; there __CUDACC_RTC__ is defined. A saved header is
-        compiled again.
+        compiled again. part0 computes it on the CPU, for tensors on CUDA too.
 
     Gradients
         part0, and part4 for float32 on the CPU and for each dtype on CUDA, compute gradients, also of the
