@@ -50,11 +50,11 @@ CLASSES = ("two CPU cores", "a GPU of up to 12 GB", "an H100 or H200")
 # narrow model, a GPU a large batch. ALiBi has no positions to learn, and steep slopes know what is near.
 RECIPES = {
     "cpu": (
-        2100,
+        2400,
         "--n-embd 96 --n-head 3 --positions alibi --window 64 --rates adam_lr=0.0045,weight_decay=0.05",
     ),
     "cuda": (
-        800,
+        900,
         "--n-head 8 --positions alibi --window 128 --batch-chars 4096 "
         "--rates muon_lr=0.03,adam_lr=0.0045,weight_decay=0.15",
     ),
