@@ -132,8 +132,8 @@ BACKWARD = {
             "backward4",
             dict.fromkeys(HALVES, "backward4.cu"),
             "Hopper: the copy engine, asynchronous products, warps of three roles",
-            "The tensor cores compute five products, as tiles of keys add to dQ in turns. They and shared "
-            "memory are the bound.",
+            "The tensor cores compute five products, as tiles of keys add to dQ in turns, or for wide heads "
+            "tiles of queries to dK and dV. They and shared memory are the bound.",
             tiles=tiles.backward4,
             plan=launches.added_in_turns,
             multiple=8,

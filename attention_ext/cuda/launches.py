@@ -117,17 +117,22 @@ def backward(kernel: Compiled, call: Sizes) -> Structure:
 
 
 def added_in_turns(kernel: Compiled, call: Sizes) -> Structure:
-    """backward4: a block takes one tile of keys after the other; then 128 threads for half a tile's dQ.
+    """backward4: a block takes one tile of keys after the other, or of queries for wide heads.
 
-    The scratch has dQ in float32 after the rows, and the counters. The copy engine takes 64 rows.
+    The scratch has dQ, or for wide heads dV and dK, in float32 after the rows, and the counters. The last
+    launch rounds them. The copy engine takes 64 rows.
     """
     sizes = kernel.tile.sizes
-    turns = call.heads * tiles.up(call.Nq, PADDING_OF_ROWS) // sizes["TURN_ROWS"]
-    rows, launches = _of_gradients(kernel, call, -(-2 * turns * 128 // kernel.tile.threads))
-    launches[1].blocks = min(launches[1].blocks, kernel.on.multiprocessors)
-    launches[2].shared = 0
-    scratch = rows * (2 + sizes["WIDTH"]) + 1 + turns
-    return _plan(kernel, *launches, scratch=scratch, br=64, bc=64, box=sizes["BOX"])
+    width = sizes["WIDTH"]
+    wide = width > 128
+    rows, (first, *both) = _of_gradients(kernel, call, _tiles(kernel, call.heads, call.Nq))
+    last, main = both if wide else reversed(both)
+    turns = last.blocks if wide else rows // sizes["TURN_ROWS"]
+    main.blocks = min(main.blocks, kernel.on.multiprocessors)
+    last.blocks = -(-turns * (4 * width if wide else 256) // kernel.tile.threads)
+    last.shared = 0
+    scratch = 2 * rows + turns * (sizes["TURN_ROWS"] * width * (1 + wide) + 1) + 1
+    return _plan(kernel, first, main, last, scratch=scratch, br=64, bc=64, box=sizes["BOX"])
 
 
 def _of_gradients(kernel: Compiled, call: Sizes, last: int) -> tuple[int, list[Structure]]:
@@ -240,8 +245,6 @@ class Kernel:
             if tile.shared <= on.shared:
                 return tile
             needed = tile.shared
-        if not needed:
-            raise ValueError(f"kernel is {self.name!r}; it takes no heads of d = {d}; choose another kernel")
         raise ValueError(
             f"kernel is {self.name!r}; with d = {d} it needs {needed} bytes of shared memory, and this GPU "
             f"gives a block {on.shared}; choose another kernel"

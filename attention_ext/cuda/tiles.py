@@ -351,17 +351,25 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
 
 
 def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    """Above d = 128 a thread has no registers for the sums of two gradients. 128 threads copy and add."""
+    """Blocks own keys, or above d = 128 queries: the sums of two gradients would not fit the registers."""
+    threads = 384  # 128 copy and add
+    align = 1024
+    if d > 128:
+        width = up(d, 64)
+        sizes = {"TURN_ROWS": 64, "WIDTH": width, "BOX": 64, "ROW_LANES": 32}
+        shared = 768 * width + 32768 + 136 + align
+        yield Tile(128, 64, threads, shared, sizes, exponentials=1, tensor=True)
+        return
     keys = 128
     stages = 3  # of Q; dO and dS have two
-    for width, tile in [row for row in ((32, 128), (64, 128), (128, 64)) if d <= row[0]][:1]:
-        sizes = {
-            "TURN_ROWS": tile,
-            "STAGES": stages,
-            "WIDTH": width,
-            "BOX": min(64, width),
-            "ROW_LANES": width // 8,
-        }
-        of_tile = tile * (2 * width * (stages + 2) + 8 * stages + 4 * keys + 4 * width)
-        shared = 4 * width * keys + of_tile + 16 * stages + 112 + 1024
-        yield Tile(tile, keys, 384, shared, sizes, exponentials=1, tensor=True)
+    width, tile = next(row for row in ((32, 128), (64, 128), (128, 64)) if d <= row[0])
+    sizes = {
+        "TURN_ROWS": tile,
+        "STAGES": stages,
+        "WIDTH": width,
+        "BOX": min(64, width),
+        "ROW_LANES": width // 8,
+    }
+    of_tile = tile * (2 * width * (stages + 2) + 8 * stages + 4 * keys + 4 * width)
+    shared = 4 * width * keys + of_tile + 16 * stages + 112 + align
+    yield Tile(tile, keys, threads, shared, sizes, exponentials=1, tensor=True)

@@ -104,7 +104,8 @@ def global_streams(
 ) -> list[Stream]:
     """Each tile of queries passes K and V; for gradients each tile of keys passes Q and dO too.
 
-    With five products tiles of keys alone pass Q and dO, and read and write dQ in float32.
+    With five products tiles of keys alone pass Q and dO, and read and write dQ in float32; or for wide heads
+    tiles of queries pass K and V, and read and write dK and dV.
 
     scratch, repeats: those of the launches' plan.
     """
@@ -121,13 +122,21 @@ def global_streams(
         return Stream(name, row * length, [(working_set, row * moved)])
 
     if "TURN_ROWS" in tile.sizes:
-        working_set = 4 * row / case.heads * case.Nq * together  # Q and dO in 16 bits, dQ in 32
-        passes = max(1, met * tile.br / case.Nq)
         shares = {"Q": (1, 1), "dO": (2, 1), "O": (1, 0), "dQ": (1, 0), "sums of dQ": (4, 4)}
-        streams = [Stream(name, row * case.Nk) for name in ("K", "V", "dK", "dV")]
+        kept = dict.fromkeys(("K", "V", "dK", "dV"), 1)
+        length, other, rows = case.Nq, case.Nk, tile.br
+        held = 4  # Q and dO in 16 bits, dQ in 32
+        if tile.sizes["WIDTH"] > 128:
+            shares = {"K": (1, 1), "V": (1, 1), "dK": (1, 0), "dV": (1, 0), "sums of dK and dV": (8, 8)}
+            kept = {"Q": 1, "dO": 2, "O": 1, "dQ": 1}
+            length, other, rows = case.Nk, case.Nq, tile.bc
+            held = 6
+        working_set = held * row / case.heads * length * together
+        passes = max(1, met * rows / length)
+        streams = [Stream(name, row * other * times) for name, times in kept.items()]
         for name, (least, each) in shares.items():  # in rows of 16-bit numbers
-            moved = row * case.Nq * (least + each * (passes - 1))
-            streams.append(Stream(name, row * case.Nq * least, [(working_set, moved)]))
+            moved = row * length * (least + each * (passes - 1))
+            streams.append(Stream(name, row * length * least, [(working_set, moved)]))
         return streams
     at_a_time = case.Nk if repeats == 1 else tile.bc
     streams = [passed(name, case.Nk, tile.bc, at_a_time) for name in "KV"]

@@ -22,14 +22,21 @@ __device__ inline const Element* dout_of(const Call& call, const Gradients& to, 
 }
 
 #ifdef TURN_ROWS
-// In backward4 the rows are the logsumexps, then the Ds. After the rows: dQ in float32, then counters that the
-// rows' launch clears: how many tiles of keys blocks have taken, and for each TURN_ROWS queries how many have
-// been added.
+// In backward4 the rows are the logsumexps, then the Ds. After them: the sums in float32 of tiles of TURN_ROWS
+// rows, of dQ, or of dV and dK if blocks own queries; then counters that the rows' launch clears: how many
+// works blocks have taken, and for each tile of sums how many have been added.
+constexpr bool OWNS_QUERIES = WIDTH > 128;
+constexpr int tile_sums = TURN_ROWS * WIDTH * (1 + OWNS_QUERIES);
+__device__ inline long long turns_of(const Call& call) {
+    const long long heads = (long long)call.batches * call.heads;
+    if (OWNS_QUERIES) return heads / heads_of_keys(call) * ((call.Nk + TURN_ROWS - 1) / TURN_ROWS);
+    return heads * padded_rows(call) / TURN_ROWS;
+}
 __device__ inline float* sums_of(const Call& call, const Gradients& to) {
     return (float*)(to.rows + (long long)call.batches * call.heads * padded_rows(call));
 }
 __device__ inline unsigned* counters_of(const Call& call, const Gradients& to) {
-    return (unsigned*)(sums_of(call, to) + (long long)call.batches * call.heads * padded_rows(call) * WIDTH);
+    return (unsigned*)(sums_of(call, to) + turns_of(call) * tile_sums);
 }
 #endif
 
@@ -50,8 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const unsigned head = (unsigned)(row / PADDING_OF_ROWS) / (unsigned)(padded / PADDING_OF_ROWS);
     const bool exists = head < (unsigned)(call.batches * call.heads);
 #ifdef TURN_ROWS
-    if (row == 0 && lane == 0) *counters_of(call, to) = 0;
-    if (exists && lane == 0 && row % TURN_ROWS == 0) counters_of(call, to)[1 + row / TURN_ROWS] = 0;
+    for (long long n = blockIdx.x * (long long)THREADS + threadIdx.x; n <= turns_of(call);
+         n += gridDim.x * THREADS)
+        counters_of(call, to)[n] = 0;
 #endif
     const long long i = row - head * padded, at = head * (long long)call.Nq + i;
     float lse = -INF, D = 0;

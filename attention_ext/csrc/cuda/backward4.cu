@@ -1,8 +1,9 @@
 // The backward pass in bfloat16 and float16 on Hopper: five products, wgmma, TMA copies, warps of three roles.
 // Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
-// Shapes: bf16 and fp16; d is a multiple of 8 up to 128; rows, heads and batches start at multiples of 16
-//     bytes. All rules, but no gradient of a bias.
+// Shapes: bf16 and fp16; d is a multiple of 8; rows, heads and batches start at multiples of 16 bytes. All
+//     rules, but no gradient of a bias. What follows is for d up to 128; wider heads have a loop of their own,
+//     after it.
 // Loop nest: a block goes over tiles of 128 keys, 64 for each of two warpgroups that multiply, and for each
 //     over the tiles of Br queries that see some. S and dP are transposed: keys are their rows. A warpgroup
 //     begins, for tile j of queries after tile j - 1:
@@ -40,31 +41,77 @@
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH      columns of a tile
 //   BOX        columns of a box: a tile is boxes side by side, each as wide as a swizzled row
-//   STAGES     tiles of Q in shared memory
-//   TURN_ROWS  queries that are added in turns: Br
+//   STAGES     tiles of Q in shared memory, of WIDTH up to 128
+//   TURN_ROWS  rows that are added in turns: queries, or keys if blocks own queries
 constexpr int box_row = 2 * BOX;  // bytes
 #include "hopper.h"
 
 constexpr int d = HEAD_DIM, width = WIDTH, boxes = WIDTH / BOX;
-constexpr int TILE = BR;                   // queries
-constexpr int GROUPS = 2;                  // warpgroups that multiply
-constexpr int ADDERS = 2;                  // warps that add dQ, of every other tile each
-constexpr int BOX_ROWS = 64;               // of a copy
-constexpr int own_bytes = 64 * width * 2;  // of a warpgroup's rows of K or V
-constexpr int half = TILE * width / 256;   // numbers of dQ that a thread has: 64 rows, `columns` columns
-constexpr int columns = half * 2;
-constexpr bool BY_ROWS = TILE == 64 * GROUPS;  // how a tile of dQ is halved
-
-constexpr unsigned TOGETHER = (32 << 20) / (8 * width);  // queries whose Q, dO and dQ take 32 MiB
-static_assert(BC == 64 * GROUPS && THREADS == 128 * (GROUPS + 1) && d % 8 == 0, "tile");
-static_assert(TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % TILE == 0 && TURN_ROWS == TILE, "tile");
-static_assert(BY_ROWS || columns == BOX, "halves of dQ are rows, or boxes of columns");
+constexpr int BOX_ROWS = 64;  // of a copy
+constexpr int GROUPS = 2;     // warpgroups that multiply
+constexpr int ADDERS = 2;     // warps that add, of every other tile each
+static_assert(THREADS == 128 * (GROUPS + 1) && d % 8 == 0, "tile");
 static_assert(!(RULES & BIAS_GRADIENT), "a bias has its gradient from backward3");
 
 // P is held for dS as 16 bits alone, times the derivative of the scores: W, if that is not P.
 constexpr bool WEIGHTED = (RULES & (SOFTCAP | MODIFIED)) != 0;
 // Registers of a thread that copies or adds and of one that multiplies: multiples of 8, 65,536 at most in all
 constexpr int copying = 24, multiplying = 240;
+constexpr int NO_MORE = -1;               // instead of the head of a work: ends a block
+constexpr unsigned OWN_PHASE = 1u << 31;  // in a number of tiles, the phase of works: registers are few
+
+// A matrix of (batches, heads, N, d), as TMA and as the launcher know it.
+struct Matrix {
+    const TensorMap& map;
+    const Strides& strides;
+    int heads;
+};
+
+// Starts the copies of `rows` rows, from `first` on. A dimension of stride 0 has one entry in the map.
+template <int rows>
+__device__ inline void copy_rows(unsigned to, const Matrix& from, int head, int first, unsigned full) {
+    int heads = from.heads;
+    hold(heads);  // what follows is not computed ahead: registers are few
+    const int batch = from.strides.batch ? head / heads : 0;
+    head = from.strides.head ? head % heads : 0;
+    UNROLLED(b, boxes)
+        UNROLLED(n, rows / BOX_ROWS)
+            copy_box(to + (b * rows + n * BOX_ROWS) * box_row, &from.map, b * BOX, first + n * BOX_ROWS, head,
+                     batch, full);
+}
+
+// The call, of which nothing is computed ahead: the registers of threads that copy and add are few.
+__device__ inline Call anew(Call call) {
+    hold(call.Nq), hold(call.Nk), hold(call.batches), hold(call.heads);
+    return call;
+}
+
+// 64 rows of a gradient, of `count` in all.
+__device__ inline void write(Element* out, const float (&sums)[width / 2], float scale, int first, int count) {
+    const int row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    UNROLLED(h, 2) store_row<d>(out + (row + 8LL * h) * d, sums, h, scale, row + 8 * h < count);
+}
+
+// Float32 sums as a thread has them, if some were added.
+template <int n> __device__ inline void load_sums(float (&sums)[n], const float* tile, bool added) {
+    UNROLLED(i, n / 4) {
+        const float4 x = added ? ((const float4*)tile)[i * 128 + threadIdx.x % 128] : float4{};
+        sums[4 * i] = x.x, sums[4 * i + 1] = x.y, sums[4 * i + 2] = x.z, sums[4 * i + 3] = x.w;
+    }
+}
+
+#if WIDTH <= 128
+#define ATTENTION_BACKWARD attention_backward_keys
+constexpr int TILE = BR;                   // queries
+constexpr int own_bytes = 64 * width * 2;  // of a warpgroup's rows of K or V
+constexpr int half = TILE * width / 256;   // numbers of dQ that a thread has: 64 rows, `columns` columns
+constexpr int columns = half * 2;
+constexpr bool BY_ROWS = TILE == 64 * GROUPS;  // how a tile of dQ is halved
+
+constexpr unsigned TOGETHER = (32 << 20) / (8 * width);  // queries whose Q, dO and dQ take 32 MiB
+static_assert(BC == 64 * GROUPS, "tile");
+static_assert(TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % TILE == 0 && TURN_ROWS == TILE, "tile");
+static_assert(BY_ROWS || columns == BOX, "halves of dQ are rows, or boxes of columns");
 
 // Where things are in shared memory, in bytes from a multiple of 1,024 on
 namespace at {
@@ -83,7 +130,6 @@ constexpr int own_full = dq_empty + 8, own_empty = own_full + 8, work = own_empt
 struct Work {
     int of_keys, first_key, first, tiles;
 };
-constexpr int NO_MORE = -1;  // of_keys of the last one, which ends a block
 
 __device__ inline unsigned works(const Call& call) {
     return (call.Nk + BC - 1) / BC * (call.batches * call.heads / heads_of_keys(call));
@@ -127,37 +173,10 @@ struct Queries {
     }
 };
 
-// A matrix of (batches, heads, N, d), as TMA and as the launcher know it.
-struct Matrix {
-    const TensorMap& map;
-    const Strides& strides;
-    int heads;
-};
-
-// Starts the copies of `rows` rows, from `first` on. A dimension of stride 0 has one entry in the map.
-template <int rows>
-__device__ inline void copy_rows(unsigned to, const Matrix& from, int head, int first, unsigned full) {
-    int heads = from.heads;
-    hold(heads);  // what follows is not computed ahead: registers are few
-    const int batch = from.strides.batch ? head / heads : 0;
-    head = from.strides.head ? head % heads : 0;
-    UNROLLED(b, boxes)
-        UNROLLED(n, rows / BOX_ROWS)
-            copy_box(to + (b * rows + n * BOX_ROWS) * box_row, &from.map, b * BOX, first + n * BOX_ROWS, head,
-                     batch, full);
-}
-
-// The call, of which nothing is computed ahead: the registers of threads that copy and add are few.
-__device__ inline Call anew(Call call) {
-    hold(call.Nq), hold(call.Nk), hold(call.batches), hold(call.heads);
-    return call;
-}
-
 // The thread that copies, for each work: its first Q as soon as a stage is free, then K and V, then dO and the
 // other tiles. The work goes with K; NO_MORE ends the block.
 __device__ inline void produce(const Call& call, const Gradients& to, unsigned shared, const Matrix& Q,
                                const Matrix& K, const Matrix& V, const Matrix& dO) {
-    constexpr unsigned OWN_PHASE = 1u << 31;  // of n, beside the number of tiles: registers are few
     unsigned stage = 0, phase = 1;
 #pragma unroll 1
     for (unsigned n = OWN_PHASE;; n ^= OWN_PHASE) {
@@ -265,12 +284,6 @@ __device__ inline void queries_product(float (&dQ)[half], unsigned ds, unsigned 
 
 __device__ inline void keys_product(float (&dK)[width / 2], unsigned ds, unsigned q) {
     UNROLLED(c, TILE / 16) multiply_down<1>(dK, ds + (c * 16 * 128 >> 4), q + (c * 16 * box_row >> 4), 1);
-}
-
-// 64 rows of a gradient, of `count` in all.
-__device__ inline void write(Element* out, const float (&sums)[width / 2], float scale, int first, int count) {
-    const int row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    UNROLLED(h, 2) store_row<d>(out + (row + 8LL * h) * d, sums, h, scale, row + 8 * h < count);
 }
 
 __device__ inline void load_pair(float (&x)[2], unsigned from) {
@@ -518,26 +531,449 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
     write(to.dv + out, dV, 1.0f, own, call.Nk);
 }
 
+__device__ inline void init_barriers(unsigned shared) {
+    UNROLLED(i, STAGES) {
+        barrier_init(shared + at::q_full + 8 * i, 1);
+        barrier_init(shared + at::q_empty + 8 * i, 4 * GROUPS);  // an arrival of each warp
+    }
+    UNROLLED(i, 2) {
+        barrier_init(shared + at::dout_full + 8 * i, 1);
+        barrier_init(shared + at::dout_empty + 8 * i, 4 * GROUPS);
+        barrier_init(shared + at::ds_full + 8 * i, 4 * GROUPS);
+        barrier_init(shared + at::dq_full + 8 * i, 4 * GROUPS);
+    }
+    barrier_init(shared + at::dq_empty, 1);
+    barrier_init(shared + at::own_full, 1);
+    barrier_init(shared + at::own_empty, 4 * GROUPS + ADDERS);
+}
+
+__device__ inline void consume_works(const Call& call, const Gradients& to, unsigned shared, int group) {
+    unsigned n = 0, stage = 0, phase = 0;
+#pragma unroll 1
+    for (unsigned own_phase = 0;; own_phase ^= 1) {
+        barrier_wait(shared + at::own_full, own_phase);
+        const Work work = shared_work(shared + at::work);
+        __syncwarp();  // all lanes have it before one gives the place back
+        if (work.of_keys == NO_MORE) break;
+        consume(call, to, shared, group, work, n, stage, phase);
+    }
+}
+
+// A warpgroup for each half of a tile of dQ, whose sums are as its threads have them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_backward_queries(const __grid_constant__ Call call, const __grid_constant__ Gradients to) {
+    const long long part = blockIdx.x * (THREADS / 128LL) + threadIdx.x / 128;
+    const long long row = part / 2 * TILE, head = row / padded_rows(call);
+    const int i0 = row % padded_rows(call), group = part % 2;
+    if (head >= call.batches * call.heads || i0 >= call.Nq) return;
+    const bool added = counters_of(call, to)[1 + row / TURN_ROWS] > 0;
+    float dQ[half];
+    load_sums(dQ, sums_of(call, to) + part * 64 * columns, added);
+    const int i = i0 + (BY_ROWS ? 64 * group : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    UNROLLED(h, 2) {
+        Element* const out = to.dq + (head * call.Nq + i + 8 * h) * d;
+        const float scale = call.scale * LN2;
+        const bool inside = i + 8 * h < call.Nq;
+        if (BY_ROWS || group == 0)
+            store_row<BY_ROWS ? d : 64>(out, dQ, h, scale, inside);
+        else
+            store_row<BY_ROWS ? d : d - 64>(out + 64, dQ, h, scale, inside);
+    }
+}
+
+#else
+// Wide heads, d of 136 to 256: a block owns 128 queries, 64 for each warpgroup, and goes over the tiles of 64
+// keys that some of them see. dQ stays in registers. dV and dK leave in parts of 64 columns, by additions of 16
+// bytes from registers. A block that owned 64 keys, whose dK and dV fill the registers, too, would read shared
+// memory 1.3 times as often for the same products, and twice as much from the L2 cache.
+// Loop nest: a warpgroup begins, for a tile of keys:
+//         1  S <- Q K^T
+//         2  dP <- dO V^T
+//                P <- 2^(scale S - lse)        beside 2; to shared memory
+//         3  dV <- P^T dO                      a part, of all 128 queries
+//                dS <- P * (dP - D)            beside 3; to shared memory, and in registers for 4
+//         4  dQ <- dQ + dS K
+//         5  dV <- P^T dO, dK <- dS^T Q        the warpgroup's other parts
+//                sums <- sums + part           each beside the next product
+// Launch: after the rows', min(tiles of queries, multiprocessors) blocks: 1 thread copies, 2 keep the order and
+//     256 multiply and add. Then a warpgroup for each part, which scales and rounds it.
+// Order: a block takes a head's last queries first, and adds to a tile of keys after those that were taken
+//     before, as above.
+// Shared memory: 768 width (Q and dO of 128 queries, K, V) + 32,768 (P, dS) + 136 (mbarriers, a Work) + 1,024.
+// Registers: width / 2 (dQ) + 64 (two of S, dP and parts) + 16 (P, then dS) and about 30 more.
+// Bound: the L2 cache, for 128 KiB of additions and 64 KiB of copies a tile at d = 256. With four times as many
+//     heads in work, more than the cache holds, it took 1.7 times as long.
+// Measured: NVIDIA H200, bf16, the sizes above at d = 256: 366 to 447 TFLOP/s, 1.09 to 1.28 times cuDNN and 2.2
+//     to 2.8 times backward3. At d = 192, 1.06 to 1.15 times cuDNN.
+#define ATTENTION_BACKWARD attention_backward_queries
+constexpr int tile_bytes = 64 * width * 2, box_bytes = 64 * box_row;
+constexpr int pairs_bytes = BR * 128;   // P or dS: rows of 64 keys
+constexpr unsigned TOGETHER = 1 << 15;  // queries of the heads that are in work, for the L2 cache
+static_assert(BR == 64 * GROUPS && BC == 64 && TURN_ROWS == BC && BOX == 64, "tile");
+static_assert(boxes == 3 || boxes == 4, "how the parts are halved");
+
+namespace at {
+constexpr int q = 0, dout = q + GROUPS * tile_bytes, k = dout + GROUPS * tile_bytes, v = k + tile_bytes;
+constexpr int p = v + tile_bytes, ds = p + pairs_bytes, work = ds + pairs_bytes, before = work + 16;
+// mbarriers: of one arrival, own_empty, of an arrival of each warp
+constexpr int own_full = before + 8 * ADDERS, k_full = own_full + 8, v_full = k_full + 8, turn = v_full + 8;
+constexpr int own_empty = turn + 8 * ADDERS;
+constexpr int k_empty = own_empty + 8, v_empty = k_empty + 8, p_full = v_empty + 8, ds_full = p_full + 8;
+constexpr int pairs_empty = ds_full + 8, added = pairs_empty + 8, end = added + 8 * ADDERS;
+}  // namespace at
+
+__device__ inline void init_barriers(unsigned shared) {
+    for (int barrier = at::own_full; barrier < at::end; barrier += 8) {
+        const int arrivals = 4 * GROUPS + (barrier == at::own_empty) * ADDERS;
+        barrier_init(shared + barrier, barrier < at::own_empty ? 1 : arrivals);
+    }
+}
+
+// A tile of queries of a head, and the keys that it sees, `first` to `end` - 1; `first` is a multiple of BC.
+struct Work {
+    int head, first_query, first, end;
+};
+
+__device__ inline unsigned works(const Call& call) {
+    return (call.Nq + BR - 1) / BR * (call.batches * call.heads);
+}
+__device__ inline Work work_of(const Call& call, unsigned index) {
+    const unsigned group = heads_of_keys(call), tiles = works(call) / (call.batches * call.heads);
+    const unsigned most = max(TOGETHER / group / (unsigned)padded_rows(call), 1u) * group;
+    const unsigned first = index / (most * tiles) * most, within = index - first * tiles;
+    const unsigned heads = min(most, call.batches * call.heads - first), head = first + within % heads;
+    const int i = (tiles - 1 - within / heads) * BR;
+    const Range seen = range_of(call, head, i, i + BR - 1);
+    return {(int)head, i, seen.first / BC * BC, seen.end};
+}
+__device__ inline Work shared_work(unsigned from) {
+    unsigned words[4];
+    reload_shared(words, from);
+    return {(int)words[0], (int)words[1], (int)words[2], (int)words[3]};
+}
+
+// How many works add to the keys from j on before the work does: later queries, and heads before of a group.
+__device__ inline unsigned adders_before(const Call& call, const Work& work, int j) {
+    const int last = (queries_of(call, work.head, j, min(j + BC, call.Nk) - 1).end - 1) / BR;
+    return (last - work.first_query / BR) * heads_of_keys(call) + work.head % heads_of_keys(call);
+}
+
+// The index of the sums of the work's keys from j on.
+__device__ inline unsigned sums_index(const Call& call, const Work& work, int j) {
+    return work.head / heads_of_keys(call) * ((call.Nk + BC - 1) / BC) + j / BC;
+}
+
+// The thread that copies, for each work: its first K as soon as there is room, then Q and dO, then V and the
+// other tiles. The work goes with Q; NO_MORE ends the block.
+__device__ inline void produce(const Call& call, const Gradients& to, unsigned shared, const Matrix& Q,
+                               const Matrix& K, const Matrix& V, const Matrix& dO) {
+#pragma unroll 1
+    for (unsigned n = OWN_PHASE;; n ^= OWN_PHASE) {
+        const Call now = anew(call);
+        const unsigned index = atomicAdd(counters_of(now, to), 1u);
+        const Work work = index < works(now) ? work_of(now, index) : Work{NO_MORE, 0, 0, 0};
+        const int of_keys = work.head / (int)heads_of_keys(now);
+        const auto fetch = [&](int to, const Matrix& from, int j, int full, int empty) {
+            if (j >= work.end) return;
+            barrier_wait(shared + empty, ~n & 1);
+            barrier_expect(shared + full, tile_bytes);
+            copy_rows<64>(shared + to, from, of_keys, j, shared + full);
+        };
+#pragma unroll 1
+        for (int j = work.first; j == work.first || j < work.end; j += BC) {
+            fetch(at::k, K, j, at::k_full, at::k_empty);
+            if (j == work.first) {
+                barrier_wait(shared + at::own_empty, n / OWN_PHASE);
+                store_shared(shared + at::work, {(unsigned)work.head, (unsigned)work.first_query,
+                                                 (unsigned)work.first, (unsigned)work.end});
+                if (work.head == NO_MORE) {
+                    barrier_arrive(shared + at::own_full);
+                    return;
+                }
+                barrier_expect(shared + at::own_full, 2 * GROUPS * tile_bytes);
+#pragma unroll 1
+                for (int group = 0; group < GROUPS; group++) {
+                    const unsigned own = shared + group * tile_bytes, i = work.first_query + 64 * group;
+                    copy_rows<64>(own + at::q, Q, work.head, i, shared + at::own_full);
+                    copy_rows<64>(own + at::dout, dO, work.head, i, shared + at::own_full);
+                }
+            }
+            fetch(at::v, V, j, at::v_full, at::v_empty);
+            n += j < work.end;
+        }
+    }
+}
+
+// A thread that keeps the order of sums, for every other tile: says when the work may add, and that it has.
+__device__ inline void add(const Call& call, const Gradients& to, unsigned shared, unsigned adder) {
+#pragma unroll 1
+    for (unsigned n = 0;; n ^= OWN_PHASE) {
+        barrier_wait(shared + at::own_full, n / OWN_PHASE);
+        const Work work = shared_work(shared + at::work);
+        barrier_arrive(shared + at::own_empty);
+        if (work.head == NO_MORE) break;
+#pragma unroll 1
+        for (int j = work.first; j < work.end; j += BC, n++) {
+            if ((n & 1) != adder) continue;
+            const Call now = anew(call);
+            unsigned* const turn = counters_of(now, to) + 1 + sums_index(now, work, j);
+            const unsigned before = adders_before(now, work, j);
+            while (load_acquired(turn) != before) {
+            }
+            store_shared(shared + at::before + 8 * adder, before);
+            barrier_arrive(shared + at::turn + 8 * adder);
+            barrier_wait(shared + at::added + 8 * adder, n >> 1 & 1);
+            store_released(turn, before + 1);
+        }
+    }
+}
+
+// S <- X Z^T, 64 rows of both
+__device__ inline void scores(float (&S)[32], unsigned x, unsigned z) {
+    UNROLLED(c, (d + 15) / 16) {
+        const int at = (c / 4 * box_bytes + c % 4 * 32) >> 4;
+        multiply(S, x + at, z + at, c > 0);
+    }
+}
+
+// sums <- A^T Z for 64 columns of Z; A: P or dS of all queries, z: a box of dO or Q
+__device__ inline void keys_product(float (&sums)[32], unsigned a, unsigned z) {
+    UNROLLED(c, BR / 16)
+        multiply_down<1>(sums, a + (c * 16 * 128 >> 4), z + ((c / 4 * tile_bytes + c % 4 * 16 * box_row) >> 4),
+                         c > 0);
+}
+
+// dQ <- dQ + dS K
+__device__ inline void queries_product(float (&dQ)[width / 2], const unsigned (&dS)[16], unsigned k) {
+    UNROLLED(c, BC / 16) multiply_from(dQ, dS + 4 * c, k + (c * 16 * box_row >> 4));
+}
+
+// P <- 2^(S - lse); W <- P times the derivative of changed scores. i, j: the thread's first query and key.
+template <bool MASKED>
+__device__ inline void weigh(const Call& call, int head, int i, int j, const float (&lse)[2],
+                             const float (&S)[32], unsigned (&P)[16], unsigned (&W)[WEIGHTED ? 16 : 1]) {
+    UNROLLED(h, 2) {
+#if RULES
+        const Row row(call, head, i + 8 * h, j);
+        unsigned hidden = 0;  // by documents whose numbers are compared: one load at a time, all would spill
+        if (MASKED && RULES & DOCUMENTS && row.documents)
+#pragma unroll 1
+            for (int n = 0; n < 16; n++) hidden |= !row.sees(n / 2 * 8 + n % 2) << n;
+#else
+        const int end = keys_seen(call, i + 8 * h) - j;
+#endif
+        UNROLLED(m, 8) {
+            float p[2], w[2];
+            UNROLLED(e, 2) {
+                const int c = 8 * m + e;
+                float s = S[4 * m + 2 * h + e] * call.scale;
+#if RULES
+                const float given = row.given(s, c), slope = row.derivative(s) * row.modified_slope(given, c);
+                s = row.modified(given, c);
+                if (MASKED && (c < row.first || c >= row.end || hidden >> (2 * m + e) & 1)) s = -INF;
+#else
+                const float slope = 1.0f;
+                if (MASKED && c >= end) s = -INF;
+#endif
+                p[e] = exp2_approx(s - lse[h]);
+                w[e] = p[e] * slope;
+            }
+            P[2 * m + h] = pack(p[0], p[1]);
+            if (WEIGHTED) W[2 * m + h] = pack(w[0], w[1]);
+        }
+    }
+}
+
+// 64 queries of 64 keys to shared memory
+__device__ inline void store_pairs(unsigned to, const unsigned (&x)[16]) {
+    int thread = threadIdx.x % 128;
+    hold(thread);  // what follows is not computed ahead: registers are few
+    const unsigned lane = thread % 32u, row = thread / 32u * 16 + lane % 16;
+    const unsigned first = to + row * 128 + (lane / 16 ^ lane % 8) * 16;
+    UNROLLED(c, 4) store_matrices(first ^ c * 32, x + 4 * c);
+}
+
+// The n-th part of a warpgroup is 64 columns of dV or dK; all parts are equal, and the first one is of dV.
+__device__ inline bool is_of_k(int group, int n) { return boxes == 3 && n == 1 ? group : n >= 2; }
+__device__ inline int box_of(int group, int n) {
+    return boxes == 3 && n == 1 ? 1 : 2 * group + (boxes == 4 ? n % 2 : 0);
+}
+
+__device__ inline void consume(const Call& call, const Gradients& to, unsigned shared, int group, unsigned& n) {
+    const Work work = shared_work(shared + at::work);
+    const int lane = threadIdx.x % 32, row = 64 * group + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const unsigned q = tile_at(shared + at::q, 0), own_q = q + group * (tile_bytes >> 4);
+    constexpr unsigned to_dout = (at::dout - at::q) >> 4;
+    const unsigned k = tile_at(shared + at::k, 0), k_down = tile_at(shared + at::k, box_bytes);
+    const unsigned p = tile_at(shared + at::p, 0), ds = p + (pairs_bytes >> 4);
+    const unsigned own_pairs = shared + at::p + group * 64 * 128;
+    float lse[2], D[2];
+    {
+        const long long padded = padded_rows(call);
+        const float* const rows = (const float*)to.rows + work.head * padded + work.first_query + row;
+        UNROLLED(h, 2) lse[h] = rows[8 * h], D[h] = rows[call.batches * call.heads * padded + 8 * h];
+    }
+    float dQ[width / 2] = {}, X[32], Y[32];
+    // where the thread adds, in 16 bytes from the rows on: a pointer would take a register more
+    unsigned sums = (call.batches * call.heads * (unsigned)padded_rows(call)) / 2 + threadIdx.x % 128 +
+                    sums_index(call, work, work.first) * (tile_sums / 4) + group * boxes * 1024;
+
+    const auto arrive = [&](unsigned barrier) {
+        if (lane == 0) barrier_arrive(shared + barrier);
+    };
+    const auto stored = [&](unsigned barrier) {
+        stores_done();
+        __syncwarp();
+        arrive(barrier);
+    };
+    // S or dP, once K or V is there
+    const auto begin_scores = [&](float (&S)[32], unsigned full, unsigned n, unsigned x, unsigned z) {
+        barrier_wait(shared + full, n & 1);
+        renew(S);
+        products_begin();
+        scores(S, x, z);
+        products_commit();
+    };
+    const auto begin_S = [&](unsigned n) { begin_scores(X, at::k_full, n, own_q, k); };
+    const auto begin_dP = [&](unsigned n) {
+        begin_scores(Y, at::v_full, n, own_q + to_dout, k + (tile_bytes >> 4));
+    };
+    const auto begin_part = [&](float (&part)[32], int n) {
+        const bool to_k = is_of_k(group, n);
+        renew(part);
+        products_begin();
+        keys_product(part, to_k ? ds : p, q + (to_k ? 0 : to_dout) + box_of(group, n) * (box_bytes >> 4));
+        products_commit();
+    };
+    // Adds it to global memory, or stores it if it is the first.
+    const auto give = [&](const float (&part)[32], int n, bool add) {
+        float* const place = (float*)((float4*)to.rows + sums) + n * 64 * 64;
+        if (add)
+            UNROLLED(m, 8) add_global(place + m * 512, part + 4 * m);
+        else
+            UNROLLED(m, 8) *(float4*)(place + m * 512) = (const float4&)part[4 * m];
+    };
+
+    if (work.first < work.end) {
+        begin_S(n);
+        begin_dP(n);
+#pragma unroll 1
+        for (int j = work.first;; j += BC) {
+            unsigned P[16], W[WEIGHTED ? 16 : 1];
+            const Work now = shared_work(shared + at::work);  // read again: registers are few
+            const int first = now.first_query + 64 * group, i = now.first_query + row;
+            const int column = j + lane % 4 * 2;
+            const Range seen = range_of(call, now.head, first, first + 63);
+            products_wait<1>();
+            hold(X);
+            if (j < seen.all_first || j + BC > seen.all_end)
+                weigh<true>(call, now.head, i, column, lse, X, P, W);
+            else
+                weigh<false>(call, now.head, i, column, lse, X, P, W);
+            barrier_wait(shared + at::pairs_empty, ~n & 1);
+            store_pairs(own_pairs, P);
+            stored(at::p_full);
+            barrier_wait(shared + at::p_full, n & 1);
+            begin_part(X, 0);
+
+            products_wait<1>();
+            hold(Y);
+            arrive(at::v_empty);
+            UNROLLED(m, 16) {
+                const unsigned rounded = WEIGHTED ? W[WEIGHTED ? m : 0] : P[m];
+                float x[2];
+                UNROLLED(e, 2) x[e] = to_float((Element)(rounded >> 16 * e)) * (Y[2 * m + e] - D[m % 2]);
+                P[m] = pack(x[0], x[1]);
+            }
+            store_pairs(own_pairs + pairs_bytes, P);
+            stored(at::ds_full);
+            hold(dQ), hold(P);
+            products_begin();
+            queries_product(dQ, P, k_down);
+            products_commit();
+            barrier_wait(shared + at::ds_full, n & 1);
+            begin_part(Y, 1);
+
+            products_wait<2>();
+            hold(X);
+            barrier_wait(shared + at::turn + 8 * (n & 1), n >> 1 & 1);
+            const bool add = get(shared + at::before + 8 * (n & 1)) > 0;
+            give(X, 0, add);
+            begin_part(X, 2);
+            products_wait<2>();
+            hold(dQ), hold(P);
+            arrive(at::k_empty);
+            products_wait<1>();
+            hold(Y);
+            give(Y, 1, add);
+            if (boxes == 4) begin_part(Y, 3);
+            // for all: with products under way from tile to tile at all times, ptxas would serialize them
+            products_wait<0>();
+            hold(X), hold(Y);
+            arrive(at::pairs_empty);
+            give(X, 2, add);
+            const auto give_last = [&] {
+                if (boxes == 4) give(Y, 3, add);
+                __syncwarp();
+                arrive(at::added + 8 * (n++ & 1));
+            };
+            if (j + BC >= (int)get(shared + at::work + 12)) {
+                give_last();
+                break;
+            }
+            begin_S(n + 1);
+            give_last();
+            begin_dP(n);
+            sums += tile_sums / 4;
+        }
+    }
+    const Work done = shared_work(shared + at::work);
+    __syncwarp();
+    arrive(at::own_empty);
+    write(to.dq + (long long)done.head * call.Nq * d, dQ, call.scale * LN2, done.first_query + 64 * group,
+          call.Nq);
+}
+
+__device__ inline void consume_works(const Call& call, const Gradients& to, unsigned shared, int group) {
+#pragma unroll 1
+    for (unsigned n = 0;; n ^= OWN_PHASE) {
+        barrier_wait(shared + at::own_full, n / OWN_PHASE);
+        if ((int)get(shared + at::work) == NO_MORE) break;
+        consume(call, to, shared, group, n);
+    }
+}
+
+// A warpgroup for each 64 columns of a tile of dV or dK, whose sums are as its threads have them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_backward_keys(const __grid_constant__ Call call, const __grid_constant__ Gradients to) {
+    const long long part = blockIdx.x * (THREADS / 128LL) + threadIdx.x / 128, index = part / (2 * boxes);
+    const int group = part / boxes % 2, n = part % boxes, box = box_of(group, n);
+    if (index >= turns_of(call) || box * 64 >= d) return;
+    const unsigned tiles = (call.Nk + BC - 1) / BC;
+    const bool of_k = is_of_k(group, n), added = counters_of(call, to)[1 + index] > 0;
+    float sums[32];
+    load_sums(sums, sums_of(call, to) + part * 64 * 64, added);
+    const int j = index % tiles * BC + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    Element* const out = (of_k ? to.dk : to.dv) + (index / tiles * call.Nk + j) * d + box * 64;
+    const float scale = of_k ? call.scale * LN2 : 1.0f;
+    UNROLLED(h, 2) {
+        const bool inside = j + 8 * h < call.Nk;
+        if (box < d / 64)
+            store_row<64>(out + 8LL * h * d, sums, h, scale, inside);
+        else
+            store_row<d % 64>(out + 8LL * h * d, sums, h, scale, inside);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_keys(const __grid_constant__ Call call, const __grid_constant__ Gradients to,
-                            const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                            const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dout) {
+    ATTENTION_BACKWARD(const __grid_constant__ Call call, const __grid_constant__ Gradients to,
+                       const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                       const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap dout) {
     extern __shared__ unsigned char raw[];
     const unsigned shared = (shared_address(raw) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
-        UNROLLED(i, STAGES) {
-            barrier_init(shared + at::q_full + 8 * i, 1);
-            barrier_init(shared + at::q_empty + 8 * i, 4 * GROUPS);  // an arrival of each warp
-        }
-        UNROLLED(i, 2) {
-            barrier_init(shared + at::dout_full + 8 * i, 1);
-            barrier_init(shared + at::dout_empty + 8 * i, 4 * GROUPS);
-            barrier_init(shared + at::ds_full + 8 * i, 4 * GROUPS);
-            barrier_init(shared + at::dq_full + 8 * i, 4 * GROUPS);
-        }
-        barrier_init(shared + at::dq_empty, 1);
-        barrier_init(shared + at::own_full, 1);
-        barrier_init(shared + at::own_empty, 4 * GROUPS + ADDERS);
+        init_barriers(shared);
         barrier_init_done();
     }
     __syncthreads();
@@ -552,40 +988,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             add(call, to, shared, threadIdx.x / 32 - 1);
     } else {
         registers_take<multiplying>();
-        unsigned n = 0, stage = 0, phase = 0;
-#pragma unroll 1
-        for (unsigned own_phase = 0;; own_phase ^= 1) {
-            barrier_wait(shared + at::own_full, own_phase);
-            const Work work = shared_work(shared + at::work);
-            __syncwarp();  // all lanes have it before one gives the place back
-            if (work.of_keys == NO_MORE) break;
-            consume(call, to, shared, warpgroup - 1, work, n, stage, phase);
-        }
-    }
-}
-
-// A warpgroup for each half of a tile of dQ, whose sums are as its threads have them.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_backward_queries(const __grid_constant__ Call call, const __grid_constant__ Gradients to) {
-    const long long part = blockIdx.x * (THREADS / 128LL) + threadIdx.x / 128;
-    const long long row = part / 2 * TILE, head = row / padded_rows(call);
-    const int i0 = row % padded_rows(call), group = part % 2;
-    if (head >= call.batches * call.heads || i0 >= call.Nq) return;
-    const bool added = counters_of(call, to)[1 + row / TURN_ROWS] > 0;
-    const float4* const from = (const float4*)(sums_of(call, to) + part * 64 * columns) + threadIdx.x % 128;
-    float dQ[half];
-    UNROLLED(i, half / 4) {
-        const float4 x = added ? from[i * 128] : float4{};
-        dQ[4 * i] = x.x, dQ[4 * i + 1] = x.y, dQ[4 * i + 2] = x.z, dQ[4 * i + 3] = x.w;
-    }
-    const int i = i0 + (BY_ROWS ? 64 * group : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    UNROLLED(h, 2) {
-        Element* const out = to.dq + (head * call.Nq + i + 8 * h) * d;
-        const float scale = call.scale * LN2;
-        const bool inside = i + 8 * h < call.Nq;
-        if (BY_ROWS || group == 0)
-            store_row<BY_ROWS ? d : 64>(out, dQ, h, scale, inside);
-        else
-            store_row<BY_ROWS ? d : d - 64>(out + 64, dQ, h, scale, inside);
+        consume_works(call, to, shared, warpgroup - 1);
     }
 }

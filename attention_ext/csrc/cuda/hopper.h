@@ -124,6 +124,10 @@ template <int n> __device__ inline void hold(float (&x)[n]) {
 template <int n> __device__ inline void hold(unsigned (&x)[n]) {
     UNROLLED(i, n) asm volatile("" : "+r"(x[i])::"memory");
 }
+// Gives registers to sums that begin anew: what they had before is not kept until here.
+template <int n> __device__ inline void renew(float (&x)[n]) {
+    UNROLLED(i, n) asm volatile("" : "=f"(x[i])::"memory");
+}
 __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
 
 // Inline assembly names its operands %0, %1, ...: TEN() is %0 to %9, TEN(1) is %10 to %19, and TWO(t) to
@@ -208,6 +212,20 @@ PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) ","
 __device__ inline void store_transposed(unsigned row, const unsigned* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// The same, not transposed: the lane's word n is [g][2t, 2t + 1] of matrix n.
+__device__ inline void store_matrices(unsigned row, const unsigned* x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// Adds four floats to global memory, where 16 bytes begin at `to`.
+__device__ inline void add_global(float* to, const float* x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
                  : "memory");
 }
 

@@ -60,8 +60,10 @@ def test_generated_cases(dtype, ruled, tmp_path):
     (tmp_path / "mine.h").write_text(oracle.HEADER)
     for seed in range(60):
         choose, rules = random.Random(seed), {}
-        B, Hk, d = choose.randint(1, 2), choose.randint(1, 3), choose.choice([16, 32, 40, 64, 80, 128, 200])
-        H, d = (Hk * choose.choice([1, 2, 3]), 64) if ruled else (Hk, d)  # each set of rules is compiled
+        B, Hk = choose.randint(1, 2), choose.randint(1, 3)
+        d = choose.choice([16, 40, 64, 80, 128, 136, 192, 200, 256])
+        H = Hk * choose.choice([1, 2, 3]) if ruled else Hk
+        d = [64, 256][seed % 2] if ruled else d  # each set of rules is compiled
         Nq, causal = choose.choice([1, 17, 64, 129, choose.randint(1, 400)]), choose.random() < 0.5
         Nk = Nq + choose.choice([0, 0, 1, 63, choose.randint(0, 400)])
         if not causal and not ruled and choose.random() < 0.3:
