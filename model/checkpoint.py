@@ -29,7 +29,7 @@ from shakespeare.attention_ext.checks import type_text
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.checkpoints import SHIPPED as SHIPPED
 from shakespeare.model import huggingface
-from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
+from shakespeare.model.config import EMBEDDING, HEAD, SLOPED, GPTConfig
 from shakespeare.model.draft import FILE as DRAFT
 from shakespeare.model.draft import Draft, DraftError
 from shakespeare.model.draft import load as load_draft
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 DATA = CHECKPOINTS.parent / "data" / "shakespeare_char"  # in a checkout: what the shipped models learned
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
+SLOPES = "alibi_window"  # in config.json: the window for which a model's slopes are
 SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need
 
 
@@ -165,6 +166,8 @@ def save(directory: Path, model: GPT | Checkpoint, tokenizer: CharTokenizer, rec
     config = asdict(model.config) | {"dropout": 0.0}
     if not model.config.endless:  # other readers know no such fields
         del config["positions"], config["window"]
+    else:
+        config[SLOPES] = model.config.window
     if not model.config.eos_token_id:
         del config["eos_token_id"]
     write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
@@ -301,6 +304,9 @@ def _config(args: dict[Any, Any]) -> GPTConfig:
     """The configuration of a file's values. Raises ValueError, TypeError or RuntimeError."""
     values = {name: _plain(value) for name, value in args.items()}
     known = {field.name for field in fields(GPTConfig)}
+    window, sloped = values.get("window"), values.pop(SLOPES, SLOPED)
+    if window is not None and window != sloped:  # in earlier versions slopes did not scale
+        raise ValueError(f"{SLOPES} is {sloped}; it must be window={window}: train the model again")
     # A feature that is off is none: None, False, 0, "" or an empty list.
     if unknown := [str(n) for n, v in values.items() if n not in known and (type(v) not in PLAIN or v)]:
         names = ", ".join(sorted(unknown))

@@ -108,6 +108,12 @@ def test_it_is_saved_and_loaded_and_other_programs_do_not_take_it(tmp_path):
     save(tmp_path / "endless", of.model, tiny.VOCABULARY, {})
     again = load(tmp_path / "endless")
     assert again.config == of.config
+    config = tmp_path / "endless" / "config.json"
+    written = config.read_text()
+    config.write_text(written.replace('"alibi_window": 5', '"alibi_window": 256'))  # of an earlier version
+    with pytest.raises(ValueError, match="alibi_window is 256; it must be window=5: train the model again"):
+        load(tmp_path / "endless")
+    config.write_text(written)
     torch.testing.assert_close(right(again), right(of), rtol=0, atol=0)
     for to in FORMATS:
         with pytest.raises(ValueError, match="positions 'alibi'; it must be 'table'"):

@@ -135,7 +135,14 @@ def test_a_wrong_configuration_is_refused(node, directory):
         ({"bias": "yes"}, "it must be true or false"),
         ({"positions": "rope"}, 'positions is "rope"; it must be "table" or "alibi"'),
         ({"positions": "alibi", "window": True}, "window is true; it must be a whole number of at least 1"),
-        ({"positions": "alibi", "window": 5}, "1 tensors are unexpected, the first is transformer.wpe"),
+        (
+            {"positions": "alibi", "window": 5},
+            "alibi_window is 256; it must be window=5: train the model again",
+        ),
+        (
+            {"positions": "alibi", "window": 5, "alibi_window": 5},
+            "1 tensors are unexpected, the first is transformer.wpe",
+        ),
         ({"eos_token_id": [1, "2"]}, 'eos_token_id is [1,"2"]; it must be a whole number, or several'),
         ({"window": 5}, 'window is 5; it must be null with positions "table"'),
     ):

@@ -4,7 +4,7 @@ import { SIZES } from "./facts.js";
 import { check } from "./problem.js";
 import { isObject, readSafetensors } from "./safetensors.js";
 
-const KNOWN = [...Object.keys(SIZES), "dropout", "bias", "dataset", "positions", "eos_token_id"];
+const KNOWN = [...Object.keys(SIZES), "dropout", "bias", "dataset", "positions", "alibi_window", "eos_token_id"];
 const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
 export const [EMBEDDING, PLACES] = ["transformer.wte.weight", "transformer.wpe.weight"];
 const HEAD = "lm_head.weight";
@@ -42,7 +42,7 @@ const endsOf = ({ eos_token_id: ends }) => [ends ?? []].flat();
 
 function checkConfig(config) {
   check(isObject(config), "config.json must hold an object");
-  const { n_embd, n_head, bias = true, positions = "table", window = null } = config,
+  const { n_embd, n_head, bias = true, positions = "table", window = null, alibi_window: sloped = 256 } = config,
     isEndless = positions === "alibi";
   for (const [name, most] of Object.entries(SIZES)) {
     const size = config[name],
@@ -51,6 +51,7 @@ function checkConfig(config) {
   }
   is("positions", positions, isEndless || positions === "table", '"table" or "alibi"');
   is("window", window, isEndless || window === null, 'null with positions "table"');
+  is("alibi_window", sloped, window === null || sloped === window, `window=${window}: train the model again`);
   is("eos_token_id", endsOf(config), endsOf(config).every(Number.isInteger), "a whole number, or several");
   is("n_embd", n_embd, n_embd % n_head === 0, `a multiple of n_head=${n_head}`);
   is("bias", bias, [true, false, 1, 0, null].includes(bias), "true or false");

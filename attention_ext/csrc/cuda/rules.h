@@ -94,8 +94,10 @@ struct Row {
         own = (float)p;
         slope = call.rules.slopes[head] * LOG2E;
 #endif
-        this->i = i, this->j0 = j0;
-        b = head / call.heads, h = head % call.heads;
+        this->i = i;
+        this->j0 = j0;
+        b = head / call.heads;
+        h = head % call.heads;
         last = call.Nk - 1 - j0;
         if (BIASED) {
             const Strides& by = call.rules.bias_strides;
