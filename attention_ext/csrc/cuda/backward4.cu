@@ -811,7 +811,10 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
     {
         const long long padded = padded_rows(call);
         const float* const rows = (const float*)to.rows + work.head * padded + work.first_query + row;
-        UNROLLED(h, 2) lse[h] = rows[8 * h], D[h] = rows[call.batches * call.heads * padded + 8 * h];
+        UNROLLED(h, 2) {
+            lse[h] = rows[8 * h];
+            D[h] = rows[call.batches * call.heads * padded + 8 * h];
+        }
     }
     float dQ[width / 2] = {}, X[32], Y[32];
     // where the thread adds, in 16 bytes from the rows on: a pointer would take a register more
