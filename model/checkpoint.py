@@ -304,7 +304,8 @@ def _config(args: dict[Any, Any]) -> GPTConfig:
     """The configuration of a file's values. Raises ValueError, TypeError or RuntimeError."""
     values = {name: _plain(value) for name, value in args.items()}
     known = {field.name for field in fields(GPTConfig)}
-    window, sloped = values.get("window"), values.pop(SLOPES, SLOPED)
+    window = values.get("window")
+    sloped = values.pop(SLOPES, SLOPED)
     if window is not None and window != sloped:  # in earlier versions slopes did not scale
         raise ValueError(f"{SLOPES} is {sloped}; it must be window={window}: train the model again")
     # A feature that is off is none: None, False, 0, "" or an empty list.

@@ -124,12 +124,16 @@ def global_streams(
     if "TURN_ROWS" in tile.sizes:
         shares = {"Q": (1, 1), "dO": (2, 1), "O": (1, 0), "dQ": (1, 0), "sums of dQ": (4, 4)}
         kept = dict.fromkeys(("K", "V", "dK", "dV"), 1)
-        length, other, rows = case.Nq, case.Nk, tile.br
+        length = case.Nq
+        other = case.Nk
+        rows = tile.br
         held = 4  # Q and dO in 16 bits, dQ in 32
         if tile.sizes["WIDTH"] > 128:
             shares = {"K": (1, 1), "V": (1, 1), "dK": (1, 0), "dV": (1, 0), "sums of dK and dV": (8, 8)}
             kept = {"Q": 1, "dO": 2, "O": 1, "dQ": 1}
-            length, other, rows = case.Nk, case.Nq, tile.bc
+            length = case.Nk
+            other = case.Nq
+            rows = tile.bc
             held = 6
         working_set = held * row / case.heads * length * together
         passes = max(1, met * rows / length)

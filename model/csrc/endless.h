@@ -9,8 +9,8 @@
 
 class Endless {
   public:
-    // window: keys that a query sees, its own among them; 0 for a model with a table of positions. With one
-    // of SLOPED the slopes are those of Press, Smith & Lewis 2022 (arXiv:2108.12409), with half of it twice these.
+    // window: keys that a query sees, its own among them; 0 for a model with a table of positions. For SLOPED
+    // the slopes are those of Press, Smith & Lewis 2022 (arXiv:2108.12409), for half of it twice these.
     Endless(int64_t heads, int64_t window) {
         int64_t power = 1;
         while (2 * power <= heads) power *= 2;
