@@ -32,11 +32,11 @@
 //   - One thread copies, by TMA; mbarriers tell when a tile is full or free. A block that is done takes
 //     another tile, by a counter.
 //   - wgmma runs while its warps go on.
-// Bound: shared memory, which products of 64 rows read at nearly its full rate, then the tensor cores.
+// Bound: by estimate shared memory, which takes 1.2 times as long as the tensor cores. No counter was read, and
+//     dK with dS from registers, as far as they go, reads less of it and was not faster.
 // Command: python gpt.py bench backward4,backward3,sdpa-cudnn --backward --device cuda --dtype bf16 --tokens
 //     16384 --columns 2048 -N 4096,16384 -d 64,128 --mask none,causal --l2 warm -r 7
 // Measured: NVIDIA H200, bf16: 446 to 498 TFLOP/s at d = 64, 536 to 595 at d = 128, 1.9 to 2.9 times backward3.
-//     dK with dS from registers, as far as they go, reads less of shared memory and was not faster.
 #include "backward.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH      columns of a tile
@@ -601,8 +601,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //     before, as above.
 // Shared memory: 768 width (Q and dO of 128 queries, K, V) + 32,768 (P, dS) + 136 (mbarriers, a Work) + 1,024.
 // Registers: width / 2 (dQ) + 64 (two of S, dP and parts) + 16 (P, then dS) and about 30 more.
-// Bound: the L2 cache, for 128 KiB of additions and 64 KiB of copies a tile at d = 256. With four times as many
-//     heads in work, more than the cache holds, it took 1.7 times as long.
+// Bound: by estimate the L2 cache, for 128 KiB of additions and 64 KiB of copies a tile at d = 256. No counter
+//     was read; with four times as many heads in work, more than the cache holds, it took 1.7 times as long.
 // Measured: NVIDIA H200, bf16, the sizes above at d = 256: 366 to 447 TFLOP/s, 1.09 to 1.28 times cuDNN and 2.2
 //     to 2.8 times backward3. At d = 192, 1.06 to 1.15 times cuDNN.
 #define ATTENTION_BACKWARD attention_backward_queries
