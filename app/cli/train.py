@@ -5,7 +5,6 @@ import math
 import re
 import shlex
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -275,16 +274,17 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
     A second Ctrl-C raises KeyboardInterrupt. A second SIGTERM does nothing: `timeout` sends two at once.
     """
-    stopped = threading.Event()
+    stopped = False  # no Event: a signal that interrupts its set() would wait for its lock for ever
 
     def stop(number: int, frame: object) -> None:
-        if stopped.is_set() and number == signal.SIGINT:
+        nonlocal stopped
+        if stopped and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stopped.set()
+        stopped = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stopped.is_set
+        yield lambda: stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
