@@ -64,6 +64,8 @@ def held_out_loss(
 
         driver.check_gpu()
     text = checkpoint.tokenizer.normal(text)
+    if apart is not None and apart < 1:
+        raise ValueError(f"apart is {apart}; it must be at least 1, or None")
     if not 0 <= between[0] < between[1] <= 1:
         raise ValueError(f"between is {between}; it must be two shares of the text, from 0 to 1, that rise")
     begin, end = (int(share * len(text)) for share in between)

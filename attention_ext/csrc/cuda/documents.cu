@@ -1,10 +1,8 @@
-// Where each key's document begins and ends, for the rule `documents`: launched before the kernels that take
-// it.
+// Where each key's document begins and ends. It is launched before the kernels that take the rule `documents`.
 //
-// Shapes: documents (B, Nk), whole numbers; extents (B, 1 + Nk, 2), which begins as zeros: of each key the
-// first
-//     key of its document and the end. If a text's numbers do not grow, its first number becomes 1, and the
-//     others mean nothing.
+// Shapes: documents (B, Nk), whole numbers; extents (B, 1 + Nk, 2), zeros at first. Row 1 + j becomes the first
+//     key of key j's document and the end of it. Row 0 becomes (1, 0) if a text's numbers do not grow, and then
+//     the others mean nothing.
 // Launch: B ceil(Nk / THREADS) blocks, a thread for each key, which searches by halves.
 // Bound: the latency of the L2 cache, 2 log2(Nk) times, half of them beside the others.
 #include "call.h"

@@ -74,11 +74,14 @@ def test_a_short_text_is_named_and_another_has_the_same_loss_in_every_part(faile
     assert len(losses) == 1 and "nats" in losses.pop()
 
 
-def test_an_unknown_precision_is_named():
+def test_a_wrong_argument_is_named():
     for name, kinds in (("weights", Precision), ("kv_cache", CachePrecision)):
         message = f"{name} is 'int4'; it must be one of {', '.join(kinds)}"
         with naming(name), pytest.raises(ValueError, match=message):
             held_out_loss("shakes128", TEXT, **{name: "int4"})
+    for change, said in (({"apart": 0}, "apart is 0"), ({"between": (0.9, 0.9)}, r"between is \(0.9, 0.9\)")):
+        with pytest.raises(ValueError, match=said):
+            held_out_loss("shakes128", TEXT, **change)
 
 
 def test_rounding_changes_the_loss_a_little(extension):
