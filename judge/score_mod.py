@@ -66,12 +66,26 @@ def cases_on(device: str, seed: int, dtype: Dtype) -> list[Case]:
     return [*dict.fromkeys(replace(case, d=WIDTH) for case in every), replace(SPLIT, seed=seed, dtype=dtype)]
 
 
+def summed(case: Case, score: Tensor, slope: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The magnitudes that the gradients of q, k and v sum if dout is 1, in float64.
+
+    dS is P slope (dP - D), a difference whose terms are rounded: D comes from the rounded output.
+    """
+    shown = reference.seen(case.Nq, case.Nk, q.device) if case.causal else torch.ones_like(score).bool()
+    p = torch.softmax(score.double().masked_fill(~(shown & (score > rules.HIDDEN)), -torch.inf), -1)
+    p = p.nan_to_num()  # of a query without keys
+    q, k, dp = q.abs().double(), k.abs().double(), v.abs().double().sum(-1)[:, :, None]
+    ds = abs(case.applied) * p * slope.abs() * (dp + (p * dp).sum(-1, keepdim=True))
+    return [ds @ k, ds.mT @ q, p.mT.sum(-1, keepdim=True)]
+
+
 def check(mod: rules.ScoreMod, header: Path, case: Case, device: str) -> None:
     """Raise ValueError unless a device's parts compute what the header says, and gradients by its slope."""
     torch.set_num_threads(case.threads)
     q, k, v = tensors = [*map(torch.from_numpy, cases.inputs(case))]
     s = (case.applied * q) @ k.mT
-    score, again, near = (mod.change(t)[0] for t in (s, s, s + NEAR * s))
+    score, slope = mod.change(s)
+    again, near = (mod.change(t)[0] for t in (s, s + NEAR * s))
     for place in (score.isnan() | (score == math.inf)).nonzero()[:1].tolist():
         raise ValueError(f"score{at(s, place)} is {score[tuple(place)]:.6g}")
     if not torch.equal(score, again):
@@ -92,16 +106,19 @@ def check(mod: rules.ScoreMod, header: Path, case: Case, device: str) -> None:
     results: dict[str, list[Tensor]] = {part: [call(part, *given)] for part in ("part0", *parts)}
     definition = [exact.detach()]
     names = ["output"]
+    rounded: list[Tensor | None] = [None]
     if mod.has_slope:
+        rounded += summed(case, score, slope, *tensors)
         names += [f"gradient of {name}" for name in "qkv"]
         definition += torch.autograd.grad(exact.sum(), doubles)
         for part, inputs in zip(("part0", "part4"), leaves):
             results[part] += torch.autograd.grad(call(part, *inputs).sum(), inputs)
     peers = results.pop("part0")
     for part, found in results.items():
-        for name, right, peer, got in zip(names, definition, peers, found):
+        for name, right, peer, got, sums in zip(names, definition, peers, found, rounded):
             exact_numbers, of_peer, numbers = (t.cpu().double().numpy() for t in (right, peer, got))
-            if not tolerance.beside(exact_numbers, of_peer, floor, case.dtype).allows(numbers):
+            terms = None if sums is None else sums.numpy()
+            if not tolerance.beside(exact_numbers, of_peer, floor, case.dtype, terms).allows(numbers):
                 raise ValueError(f"{part}'s {name} differs from the definition's")
 
 

@@ -26,14 +26,18 @@ class Expected(NamedTuple):
         return bool((self.error(got) <= self.allowed).all())
 
 
-def beside(exact: Floats, peer: Floats, floor: float, dtype: Dtype = Dtype.FP32) -> Expected:
+def beside(
+    exact: Floats, peer: Floats, floor: float, dtype: Dtype = Dtype.FP32, summed: Floats | None = None
+) -> Expected:
     """What may differ from float64: ALLOWED times float32's error, and rounding of the largest number.
 
-    peer: the result in float32. floor: its share of the largest number that any result may err.
+    peer: the result in float32. floor: its share of the largest number that any result may err. summed: for
+    each number the magnitudes of the 16-bit numbers that it sums, which are rounded instead of the largest.
     """
     error = float(np.abs(peer - exact).max())
     largest = float(np.abs(exact).max())
-    return Expected(exact, ALLOWED * (error + floor * max(1.0, largest) + dtype.rounding * largest))
+    rounded = largest if summed is None else summed
+    return Expected(exact, ALLOWED * (error + floor * max(1.0, largest) + dtype.rounding * rounded))
 
 
 def floor(largest: float) -> float:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from support import full
 
+from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.judge import score_mod
-from shakespeare.judge.cases import CASES
+from shakespeare.judge import cases, score_mod, tolerance
+from shakespeare.judge.cases import CASES, Case
 from shakespeare.judge.speed import Size
 
 LEAKY = """
@@ -65,6 +66,24 @@ def test_a_part_that_differs_is_named(tried, monkeypatch):
     wrong = lambda part, *t, **o: right(part, *t, **o) + 0.01 * (part == "part3")  # noqa: E731
     monkeypatch.setattr(score_mod, "attention", wrong)
     assert tried(RIGHT["seen"])["wrong"] == "part3's output differs from the definition's"
+
+
+def test_rounding_to_16_bits_is_allowed_and_a_missing_term_is_not():
+    """D comes from an output of 16 bits: where few keys have all weight, dS = P (dP - D) is its rounding."""
+    case = Case(1, 1, 160, 160, 64, causal=True, scores="growing", dtype=Dtype.BF16)
+    tensors = q, k, v = [torch.from_numpy(t) for t in cases.inputs(case)]
+    s = case.applied * q @ k.mT
+    terms = score_mod.summed(case, s, torch.ones_like(s), *tensors)
+    q, k, v = (t.double() for t in tensors)
+    p = (case.applied * q @ k.mT).masked_fill(~reference.seen(160, 160, q.device), -torch.inf).softmax(-1)
+    dP = v.sum(-1)[:, :, None]
+    right, rounded, without = (
+        (case.applied * p * (dP - D) @ k).numpy()
+        for D in ((p * dP).sum(-1, True), (p @ v).bfloat16().double().sum(-1, True), 0)
+    )
+    expected = tolerance.beside(right, right, 1e-6, case.dtype, terms[0].numpy())
+    assert expected.allows(rounded) and not expected.allows(without)
+    assert not tolerance.beside(right, right, 1e-6, case.dtype).allows(rounded)
 
 
 @pytest.mark.parametrize("body, why", ENDED)

@@ -109,6 +109,7 @@ def test_any_rules_together(row, tmp_path):
         pytest.skip(f"kernel {kernel} has no rules")
     choose, side = random.Random(0), [None, 0, 1, 30, 100, 500]
     for seed in range(60):
+        torch.manual_seed(seed)
         B, Hk, group, d = choose.randint(1, 2), choose.randint(1, 2), choose.choice([1, 2, 5]), 64
         Nq = choose.choice([1, 2, 17, 64, 129, choose.randint(1, 400)])
         more = choose.choice([0, 1, 63, 900, -50])  # fewer keys go with neither documents nor a causal mask
@@ -138,7 +139,8 @@ def test_any_rules_together(row, tmp_path):
             if dtype is Dtype.FP32:
                 rounding = max(1e-6, oracle.score_rounding(q, k.repeat_interleave(group, 1), d**-0.5))
                 oracle.assert_close(out, right, peer, rounding)
-                oracle.assert_close(lse[some], right_lse[some], right_lse[some], 4 * rounding)
+                if some.any():
+                    oracle.assert_close(lse[some], right_lse[some], right_lse[some], 4 * rounding)
                 continue
             # tanh.approx errs by 2^-11 of it
             error = TOLERANCES[dtype] + 2**-11 * min(given.get("softcap", 0), far.item())
