@@ -22,7 +22,7 @@ __device__ inline const Element* dout_of(const Call& call, const Gradients& to, 
 }
 
 #ifdef TURN_ROWS
-// In backward4 the rows are the logsumexps, then the Ds. After them: the sums in float32 of tiles of TURN_ROWS
+// In backward4 the rows are the logsumexps, then -D. After them: the sums in float32 of tiles of TURN_ROWS
 // rows, of dQ, or of dV and dK if blocks own queries; then counters that the rows' launch clears: how many
 // works blocks have taken, and for each tile of sums how many have been added.
 constexpr bool OWNS_QUERIES = WIDTH > 128;
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #ifdef TURN_ROWS
     float* const split = (float*)to.rows + row;
     split[0] = numbers.x;
-    split[call.batches * call.heads * padded] = numbers.y;
+    split[call.batches * call.heads * padded] = -numbers.y;
 #else
     to.rows[row] = numbers;
 #endif

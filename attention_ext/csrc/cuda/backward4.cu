@@ -8,12 +8,12 @@
 //     over the tiles of Br queries that see some. S and dP are transposed: keys are their rows. A warpgroup
 //     begins, for tile j of queries after tile j - 1:
 //         1  S <- K Qj^T
-//         2  dK <- dK + dS^T Q(j-1)            with dS of tile j - 1
-//                P <- 2^(scale S - lse)        beside 2
-//         3  dP <- V dOj^T
-//         4  dQ <- dS K                        of tile j - 1: half of its rows or columns, and all keys
-//         5  dV <- dV + P^T dOj                P in registers; all other factors are in shared memory
-//                dS <- P * (dP - D)            beside 4 and 5; transposed to shared memory
+//         2  dP <- V dOj^T - D          its sums begin at -D; if not EARLY, this is begun after P
+//         3  dK <- dK + dS^T Q(j-1)     with dS of tile j - 1
+//                P <- 2^(scale S - lse)        beside 2 and 3
+//         4  dQ <- dS K                 of tile j - 1: half of its rows or columns, and all keys
+//         5  dV <- dV + P^T dOj         P in registers; all other factors are in shared memory
+//                dS <- P * dP                  beside 4 and 5; transposed to shared memory
 //                dQ to shared memory           beside 5
 //     A thread adds dQ to float32 sums in global memory, by one bulk reduction. Tiles of keys do so from the
 //     last to the first, by a counter for each tile of queries: two runs give the same bits. The first stores.
@@ -23,10 +23,10 @@
 //     were taken before, of which none waits for a later one: however few blocks run at a time, they end. Under
 //     a causal mask a block begins at the queries that no tile before sees. TOGETHER bounds the heads that are
 //     in work, for the L2 cache.
-// Shared memory: 512 width (K, V) + STAGES Br (2 width (Q) + 8 (lse, D)) + 4 Br width (two stages of dO)
+// Shared memory: 512 width (K, V) + STAGES Br (2 width (Q) + 8 (lse, -D)) + 4 Br width (two stages of dO)
 //     + 512 Br (two of dS) + 4 Br width (dQ) + 16 a stage and 112 (mbarriers, a Work) + 1,024 (to align).
-// Registers: width (dK, dV) + Br / 2 (S, then dP) + Br / 4 (P) + Br width / 256 (dQ) and about 30 more for a
-//     thread that multiplies.
+// Registers of a thread that multiplies: width (dK, dV) + Br / 2 (S, then P and W) + Br / 2 (dP, in S's place
+//     if not EARLY) + Br width / 256 (dQ, after S) and about 30 more.
 // Improves on backward3:
 //   - Five products instead of seven: S and dP are computed once.
 //   - One thread copies, by TMA; mbarriers tell when a tile is full or free. A block that is done takes
@@ -107,6 +107,7 @@ constexpr int own_bytes = 64 * width * 2;  // of a warpgroup's rows of K or V
 constexpr int half = TILE * width / 256;   // numbers of dQ that a thread has: 64 rows, `columns` columns
 constexpr int columns = half * 2;
 constexpr bool BY_ROWS = TILE == 64 * GROUPS;  // how a tile of dQ is halved
+constexpr int AHEAD = TILE / 16;  // pairs of lse that a thread loads before S is there: half of a tile's
 
 constexpr unsigned TOGETHER = (32 << 20) / (8 * width);  // queries whose Q, dO and dQ take 32 MiB
 static_assert(BC == 64 * GROUPS, "tile");
@@ -259,12 +260,12 @@ __device__ inline void add(const Call& call, const Gradients& to, unsigned share
     }
 }
 
-// S <- X Z^T, 64 rows of X
-__device__ inline void scores(float (&S)[TILE / 2], unsigned x, unsigned z) {
+// S <- X Z^T, 64 rows of X; or S <- X Z^T + S
+__device__ inline void scores(float (&S)[TILE / 2], unsigned x, unsigned z, bool adds) {
     UNROLLED(c, width / 16) {
         const int b = c / (BOX / 16), in_box = c % (BOX / 16) * 32;
         multiply(S, x + ((b * (64 * box_row) + in_box) >> 4), z + ((b * (TILE * box_row) + in_box) >> 4),
-                 c > 0);
+                 adds || c > 0);
     }
 }
 
@@ -291,10 +292,10 @@ __device__ inline void load_pair(float (&x)[2], unsigned from) {
 }
 
 // P <- 2^(S - lse); W <- P times the derivative of changed scores. first: the first query of the tile; row: the
-// thread's first key; numbers: the address of the queries' numbers.
+// thread's first key; numbers: the address of the queries' lse, of which AHEAD pairs are there.
 template <bool MASKED>
 __device__ inline void weigh(const Call& call, int head, int first, int row, unsigned numbers,
-                             float (&S)[TILE / 2], unsigned (&P)[TILE / 4],
+                             float (&S)[TILE / 2], float (&lses)[TILE / 8][2], unsigned (&P)[TILE / 4],
                              unsigned (&W)[WEIGHTED ? TILE / 4 : 1]) {
     const int column = threadIdx.x % 4 * 2;
     QueryRange seen[2];  // by the rows r and r + 8
@@ -320,8 +321,9 @@ __device__ inline void weigh(const Call& call, int head, int first, int row, uns
                           (float)(first + column + call.Nk - call.Nq - row - 8)};
 #endif
     UNROLLED(m, TILE / 8) {
-        float lse[2], p[4], w[4];
-        load_pair(lse, numbers + m * 32);
+        const float (&lse)[2] = lses[m];
+        float p[4], w[4];
+        if (m + AHEAD < TILE / 8) load_pair(lses[m + AHEAD], numbers + (m + AHEAD) * 32);
         UNROLLED(e, 4) {
             const int c = 8 * m + e % 2;
             float s = S[4 * m + e];
@@ -355,7 +357,11 @@ __device__ inline void weigh(const Call& call, int head, int first, int row, uns
     }
 }
 
-// Whether a work has no tile before.
+// Whether dP is begun before P, whose exponentials take longer than the products of dK do: the narrower the
+// heads, the more. At width 64 P and W together would leave it no registers.
+constexpr bool EARLY = width == 32 || width == 64 && !WEIGHTED;
+
+// Whether a tile is a work's first.
 struct First {
     static constexpr bool first = true;
 };
@@ -385,12 +391,31 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
         __syncwarp();
         arrive(barrier);
     };
-    const auto begin_scores = [&](float (&S)[TILE / 2]) {
-        barrier_wait(shared + at::q_full + 8 * stage, phase);
-        hold(S);
+    const auto numbers = [&](int which) {  // 0: lse, 1: -D
+        return shared + at::rows + stage * at::rows_bytes + which * TILE * 4 + lane % 4 * 8;
+    };
+    const auto set_to_minus_D = [&](float (&dP)[TILE / 2]) {
+        UNROLLED(m, TILE / 8) {
+            float D[2];
+            load_pair(D, numbers(1) + m * 32);
+            UNROLLED(e, 4) dP[4 * m + e] = D[e % 2];
+        }
+        hold(dP);
+    };
+    const auto begin_dP = [&](float (&dP)[TILE / 2]) {
+        barrier_wait(shared + at::dout_full + 8 * (n & 1), n >> 1 & 1);
         products_begin();
-        scores(S, k, q + (stage * at::tile_bytes >> 4));
+        scores(dP, v, q + to_dout + ((n & 1) * at::tile_bytes >> 4), true);
         products_commit();
+    };
+    const auto begin_scores = [&](float (&S)[TILE / 2], float (&dP)[TILE / 2]) {
+        barrier_wait(shared + at::q_full + 8 * stage, phase);
+        if (EARLY) set_to_minus_D(dP);
+        renew(S);
+        products_begin();
+        scores(S, k, q + (stage * at::tile_bytes >> 4), false);
+        products_commit();
+        if (EARLY) begin_dP(dP);
     };
     const auto wait_for_ds = [&](unsigned tile) {
         barrier_wait(shared + at::ds_full + 8 * (tile & 1), tile >> 1 & 1);
@@ -415,66 +440,55 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
         }
         stored(at::dq_full + 8 * (tile & 1));
     };
-    const auto to_weights = [&](float (&S)[TILE / 2], int head, int first) {
+    const auto to_weights = [&](float (&S)[TILE / 2], int head, int first, auto tile) {
         const QueryRange clear = queries_of_all(call, head, own, own + 63);
         const bool masked = own + 64 > call.Nk || first < clear.first || (RULES && first + TILE > clear.end);
-        const unsigned numbers = shared + at::rows + stage * at::rows_bytes + lane % 4 * 8;
+        float lses[TILE / 8][2];
+        UNROLLED(m, AHEAD) load_pair(lses[m], numbers(0) + m * 32);
+        products_wait<EARLY + !tile.first>();
+        hold(S);
         if (masked)
-            weigh<true>(call, head, first, row, numbers, S, P, W);
+            weigh<true>(call, head, first, row, numbers(0), S, lses, P, W);
         else
-            weigh<false>(call, head, first, row, numbers, S, P, W);
+            weigh<false>(call, head, first, row, numbers(0), S, lses, P, W);
         hold(P);
     };
-    // dP, dV and dS of the tile, and dQ of the one before.
-    const auto finish = [&](unsigned before, auto work_tile) {
-        float dP[TILE / 2], dQ[half];
-        barrier_wait(shared + at::dout_full + 8 * (n & 1), n >> 1 & 1);
-        const unsigned dout = to_dout + ((n & 1) * at::tile_bytes >> 4);
-        hold(dP), hold(dV), hold(P);
+    // dV and dS of the tile, and dQ of the one before. before: the stage of its Q
+    const auto finish = [&](float (&dP)[TILE / 2], unsigned before, auto tile) {
+        float dQ[half];
+        if (!EARLY) {
+            set_to_minus_D(dP);
+            begin_dP(dP);
+        }
+        if constexpr (!tile.first) renew(dQ);
+        hold(dV), hold(P);
         products_begin();
-        scores(dP, v, q + dout);
+        if constexpr (!tile.first) begin_queries(dQ);
+        add_product(dV, P, q_down + to_dout + ((n & 1) * at::tile_bytes >> 4));
         products_commit();
-        if constexpr (!work_tile.first) {
-            hold(dQ);
-            begin_queries(dQ);
-        }
-        add_product(dV, P, q_down + dout);
-        products_commit();
-        if constexpr (!work_tile.first) {
-            products_wait<3>();
-            hold(dK);
-            arrive(at::q_empty + 8 * before);
-        }
-        products_wait<2 - work_tile.first>();
+        products_wait<tile.first ? 1 : 2 + EARLY>();
         hold(dP);
-        const unsigned numbers = shared + at::rows + stage * at::rows_bytes + TILE * 4 + lane % 4 * 8;
         const unsigned to_ds = shared + at::ds + (n & 1) * at::ds_bytes + group * TILE * 128 +
                                (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
         UNROLLED(c, TILE / 16) {
             unsigned dS[4];
-            UNROLLED(b, 2) {
-                const int m = 2 * c + b;
-                float D[2];
-                load_pair(D, numbers + m * 32);
-                UNROLLED(h, 2) {
-                    float x[2];
-                    UNROLLED(e, 2) {
-                        const int i = 4 * m + 2 * h + e;
-                        const unsigned rounded = WEIGHTED ? W[WEIGHTED ? 2 * m + h : 0] : P[2 * m + h];
-                        const float p = to_float((Element)(rounded >> 16 * e));
-                        x[e] = p * (dP[i] - D[e]);
-                    }
-                    dS[2 * b + h] = pack(x[0], x[1]);
-                }
+            UNROLLED(i, 4) {
+                const unsigned rounded = WEIGHTED ? W[WEIGHTED ? 4 * c + i : 0] : P[4 * c + i];
+                float x[2];
+                UNROLLED(e, 2) x[e] = to_float((Element)(rounded >> 16 * e)) * dP[8 * c + 2 * i + e];
+                dS[i] = pack(x[0], x[1]);
             }
             store_transposed(to_ds + c * 16 * 128, dS);
         }
-        if constexpr (!work_tile.first) {
+        if constexpr (!tile.first) {
+            products_wait<2>();
+            hold(dK);
+            arrive(at::q_empty + 8 * before);
             products_wait<1>();  // before the other warpgroup may write over what dQ is computed from
             hold(dQ);
         }
         stored(at::ds_full + 8 * (n & 1));
-        if constexpr (!work_tile.first) give(dQ);
+        if constexpr (!tile.first) give(dQ);
         products_wait<0>();
         hold(dV), hold(P);
         arrive(at::dout_empty + 8 * (n & 1));
@@ -487,27 +501,23 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
     Queries of(call, work);
     if (of.left > 0) {
         {
-            float S[TILE / 2];
-            begin_scores(S);
-            products_wait<0>();
-            hold(S);
-            to_weights(S, of.head, of.row);
-            finish(0, First{});
+            float S[TILE / 2], dP[TILE / 2];
+            begin_scores(S, dP);
+            to_weights(S, of.head, of.row, First{});
+            finish(dP, 0, First{});
         }
 #pragma unroll 1
         for (of.next(call, work); of.left > 0; of.next(call, work)) {
             const unsigned before = stage;
             next(stage, phase);
-            float S[TILE / 2];
-            begin_scores(S);
+            float S[TILE / 2], dP[TILE / 2];
+            begin_scores(S, dP);
             wait_for_ds(n - 1);
             hold(dK);
             products_begin();
             begin_keys(before);
-            products_wait<1>();
-            hold(S);
-            to_weights(S, of.head, of.row);
-            finish(before, Later{});
+            to_weights(S, of.head, of.row, Later{});
+            finish(dP, before, Later{});
         }
         float dQ[half];
         wait_for_ds(n - 1);
@@ -807,13 +817,13 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
     const unsigned k = tile_at(shared + at::k, 0), k_down = tile_at(shared + at::k, box_bytes);
     const unsigned p = tile_at(shared + at::p, 0), ds = p + (pairs_bytes >> 4);
     const unsigned own_pairs = shared + at::p + group * 64 * 128;
-    float lse[2], D[2];
+    float lse[2], minus_D[2];
     {
         const long long padded = padded_rows(call);
         const float* const rows = (const float*)to.rows + work.head * padded + work.first_query + row;
         UNROLLED(h, 2) {
             lse[h] = rows[8 * h];
-            D[h] = rows[call.batches * call.heads * padded + 8 * h];
+            minus_D[h] = rows[call.batches * call.heads * padded + 8 * h];
         }
     }
     float dQ[width / 2] = {}, X[32], Y[32];
@@ -885,7 +895,7 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
             UNROLLED(m, 16) {
                 const unsigned rounded = WEIGHTED ? W[WEIGHTED ? m : 0] : P[m];
                 float x[2];
-                UNROLLED(e, 2) x[e] = to_float((Element)(rounded >> 16 * e)) * (Y[2 * m + e] - D[m % 2]);
+                UNROLLED(e, 2) x[e] = to_float((Element)(rounded >> 16 * e)) * (Y[2 * m + e] + minus_D[m % 2]);
                 P[m] = pack(x[0], x[1]);
             }
             store_pairs(own_pairs + pairs_bytes, P);
