@@ -74,9 +74,9 @@ def summed(case: Case, score: Tensor, slope: Tensor, q: Tensor, k: Tensor, v: Te
     shown = reference.seen(case.Nq, case.Nk, q.device) if case.causal else torch.ones_like(score).bool()
     p = torch.softmax(score.double().masked_fill(~(shown & (score > rules.HIDDEN)), -torch.inf), -1)
     p = p.nan_to_num()  # of a query without keys
-    q, k, dp = q.abs().double(), k.abs().double(), v.abs().double().sum(-1)[:, :, None]
+    dp = v.abs().double().sum(-1)[:, :, None]
     ds = abs(case.applied) * p * slope.abs() * (dp + (p * dp).sum(-1, keepdim=True))
-    return [ds @ k, ds.mT @ q, p.mT.sum(-1, keepdim=True)]
+    return [ds @ k.abs().double(), ds.mT @ q.abs().double(), p.mT.sum(-1, keepdim=True)]
 
 
 def check(mod: rules.ScoreMod, header: Path, case: Case, device: str) -> None:
