@@ -10,7 +10,7 @@ from shakespeare.model.config import EMBEDDING, HEAD, PLACES
 from shakespeare.model.corpus import alphabet
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
-from shakespeare.training.recipe import Recipe
+from shakespeare.training.recipe import SIZES, Recipe
 
 # Fine-tuning takes half the rates: lower loss on other prose than with full or quarter rates (shakes256).
 RATES = ("muon_lr", "adam_lr", "position_lr")
@@ -26,10 +26,10 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
     c = model.config
     if block_size is not None and block_size > c.block_size and not c.endless:
         raise ValueError(f"block_size is {block_size}; it must be at most {c.block_size}, that of the model")
-    names = ("n_layer", "n_head", "n_embd", "positions", "window")
-    sizes: dict[str, Any] = {name: getattr(c, name) for name in names}
+    changed: dict[str, Any] = {name: getattr(c, name) for name in SIZES}
+    changed["block_size"] = block_size or c.block_size
     rates = {name: SHARE * getattr(recipe, name) for name in RATES}
-    return dataclasses.replace(recipe, block_size=block_size or c.block_size, **sizes, **rates)
+    return dataclasses.replace(recipe, **changed, **rates)
 
 
 def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tuple[GPT, CharTokenizer, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shakespeare.training.recipe import ITERATIONS, LEAST_NORM, MOMENTUM, QUINTIC
+from shakespeare.training.recipe import ITERATIONS, LEAST_NORM, QUINTIC
 
 
 class States:
@@ -23,14 +23,13 @@ class Muon(torch.optim.Optimizer):
 
     Each parameter group holds tensors with the trailing shape `shape`, (rows, cols), of the matrix to
     orthogonalise: a fused QKV weight (3C, C) with shape (C, C) counts as three. All matrices of a group go
-    through one batched iteration. `lr` is a 0-d tensor, so a captured CUDA graph reads its current value.
+    through one batched iteration. `lr` is a 0-d tensor, so a captured CUDA graph reads its current value. The
+    caller sets the state of each tensor, its `momentum`.
     (torch.optim.Muon takes a number and treats a fused QKV weight as one matrix.)
     """
 
-    def __init__(self, groups: list[dict], lr: Tensor, weight_decay: float, momentum: float = MOMENTUM):
+    def __init__(self, groups: list[dict], lr: Tensor, weight_decay: float, momentum: float):
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["momentum"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

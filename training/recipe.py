@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from shakespeare.attention_ext.checks import finite, set_defaults, whole_number
 from shakespeare.attention_ext.parts import one_of
+from shakespeare.model.config import GPTConfig
+
+if TYPE_CHECKING:
+    from shakespeare.model.gpt import GPT
 
 # Share of the peak learning rate after the warm-up, by the progress in [0, 1]; each ends at 0.
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
-    # constant, then linear: 'warm-up, stable, decay'
-    "late": lambda progress: min(1.0, (1 - progress) / 0.4),
 }
 CLIP = 1.0  # the largest norm of all gradients
 BETAS = (0.9, 0.99)  # of AdamW
@@ -80,6 +83,17 @@ class Recipe:
                 raise ValueError(f"{each.name} is {number}; it must be at least 0")
             object.__setattr__(self, each.name, number)
         one_of("decay", self.decay, DECAYS)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a training step."""
+        return max(1, self.batch_chars // self.block_size)
+
+    def config(self, vocab_size: int, start: "GPT | None" = None) -> GPTConfig:
+        """The model's, with the recipe's sizes; the rest is as in `start`, or for None without biases."""
+        fixed = GPTConfig(bias=False) if start is None else start.config
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in (*SIZES, "dropout")}
+        return replace(fixed, vocab_size=vocab_size, **sizes)
 
     def average_decay(self, done: int) -> float:
         """The decay of the average in the training step after `done` ones."""

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext.checks import finite, none_is_default, whole_number
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.checkpoint import Checkpoint, save, save_record
-from shakespeare.model.config import GPTConfig
 from shakespeare.model.corpus import split
 from shakespeare.training.material import MOST_OLD, Material, divide, fit, windows
-from shakespeare.training.recipe import MARGIN, SIZES, Recipe
+from shakespeare.training.recipe import MARGIN, Recipe
 from shakespeare.training.schedule import ByTime, Schedule, Watcher
 from shakespeare.training.state import FILE, check_state, load_state, only_run, save_state
 
@@ -123,9 +122,7 @@ def trainer_of(
         from shakespeare.training.cuda import step
         from shakespeare.training.cuda.trainer import CudaTrainer
 
-        sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
-        fixed = GPTConfig(bias=False) if start is None else start.config
-        config = replace(fixed, vocab_size=size, **sizes)
+        config = recipe.config(size, start)
         if step.takes(config, dtype, driver.gpu()):
             weights = None if start is None else start.weights
             return CudaTrainer(recipe, config, material.training, dtype, weights)

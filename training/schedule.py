@@ -28,7 +28,7 @@ class Schedule:
         self.done = 0
         self.seconds = 0.0
         self.step_seconds = self.finishing = 0.0
-        self.characters = max(1, recipe.batch_chars // recipe.block_size) * recipe.block_size
+        self.characters = recipe.batch * recipe.block_size
         self.curve: list[list[float | None]] = []
 
     def begin(self, at: float) -> None:

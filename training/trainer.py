@@ -9,7 +9,6 @@ one for a GPU, without PyTorch.
 import copy
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,10 +84,8 @@ class Trainer:
         self.ids = ids.to(device)
         self.device = device
         self.dtype = dtype
-        self.batch = max(1, recipe.batch_chars // recipe.block_size)
-        sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
-        fixed = GPTConfig(bias=False) if start is None else start.config
-        config = replace(fixed, vocab_size=vocab_size, **sizes)
+        self.batch = recipe.batch
+        config = recipe.config(vocab_size, start)
         sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
         with_dropout: Callable[..., Tensor] = partial(sdpa, dropout_p=recipe.dropout)
         if config.endless:
@@ -120,7 +117,7 @@ class Trainer:
         self.lr = torch.ones((), device=device)  # fraction of the peak
         self.decay = torch.full((), recipe.average, device=device)  # the average's
         on_gpu = device.type == "cuda"
-        native = part == "part4" and config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
+        native = part == "part4" and config == recipe.config(vocab_size)
         native = native and not on_gpu and not recipe.dropout
         every: dict[str, Any] = dict(lr=torch.zeros((), device=device), weight_decay=recipe.weight_decay)
         groups = [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)]

@@ -168,22 +168,20 @@ def train(
         from shakespeare.training.finetuning import recipe_of
 
         recipe = recipe_of(recipe, start.model, changes.block_size)
-    shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, *ENDLESS, "block_size")}
-    config = GPTConfig(vocab_size=len(alphabet(text)), **shape)
+    config = recipe.config(len(alphabet(text)))
+    parameters = replace(config, bias=True).num_params
     if device == "cpu":
         from shakespeare.lab.machine import check_memory
 
         activations = ACTIVATION_BYTES * recipe.batch_chars * recipe.n_embd * recipe.n_layer
-        needed = PARAMETER_BYTES * config.num_params + activations
+        needed = PARAMETER_BYTES * parameters + activations
         check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", needed)
-    if not set(MODEL_SIZES).isdisjoint(changed) and config.num_params > len(text):
+    if not set(MODEL_SIZES).isdisjoint(changed) and parameters > len(text):
         notice(
-            f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
+            f"the model has {parameters:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
-    part = part or default_part(
-        name, device, recipe.dropout, replace(config, bias=False), Dtype(dtype or "bf16")
-    )
+    part = part or default_part(name, device, recipe.dropout, config, Dtype(dtype or "bf16"))
     facts = {"part": None if name in RECIPES and part == "part0" else part, "dtype": dtype, "init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
     try:

@@ -39,8 +39,7 @@ class CudaTrainer:
         weights, place = first_weights(config, recipe.seed)
         for name in ("value", "average"):
             self.flat.write(name, start or weights)
-        batch = max(1, recipe.batch_chars // recipe.block_size)
-        self.native = TrainingStep(config, recipe, batch, dtype, self.flat, ids, place)
+        self.native = TrainingStep(config, recipe, recipe.batch, dtype, self.flat, ids, place)
         self._rate = Array(1)
         self._decay = Array(1)
         driver.synchronize_all()  # a stream of ours does not wait for zeros
