@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from shakespeare.attention_ext.parts import DEVICES, MOST_SCORES, Part
 
 Function = TypeVar("Function", bound=Callable)
+Form = TypeVar("Form")  # a dataclass
 Sizes = tuple[int, int, int, int, int, int]  # B, H, Hk, Nq, Nk, d
 
 
@@ -98,6 +99,12 @@ def set_whole(record: Any, *names: str) -> None:
         value = getattr(record, name)
         if value is not None:
             object.__setattr__(record, name, whole_number(name, value))
+
+
+def made(form: type[Form], values: object, **others) -> Form:
+    """A dataclass from the values whose names are fields of it, and from the others, which come first."""
+    names = {field.name for field in fields(form)} & vars(values).keys()  # type: ignore[arg-type]
+    return form(**{name: getattr(values, name) for name in names} | others)
 
 
 # What check_tensors() let pass. torch.compile guards a set as a whole, of a dict the keys that it looks up.

@@ -138,7 +138,7 @@ def job_of(chosen: BulkOptions) -> "Job":
     br = bc = None
     if PARTS[chosen.part].tiled and not on_gpus:
         br, bc = default_tile.DEFAULT  # tuned tiles differ between machines, and with them the last bits
-    engine = EngineOptions.from_names(vars(chosen), threads=1, capacity=capacity, br=br, bc=bc)
+    engine = options.made(EngineOptions, chosen, threads=1, capacity=capacity, br=br, bc=bc)
     settings = shards.Settings(chosen.model, shards.fingerprint(checkpoint), engine, request, chosen.format)
     if not (chosen.ray and on_gpus):  # Ray's driver may have no GPU
         shards.Scribe(replace(settings, model=checkpoint), shard_size)  # compiles what workers load

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shakespeare.app.cli.terminal import notice, one_line, program
 from shakespeare.attention_ext import PARTS, SIMD
+from shakespeare.attention_ext.checks import made as made
 from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, compatible, is_file
 from shakespeare.checkpoints import DEFAULT, PRESENT
@@ -39,7 +40,6 @@ GPUS = {"cuda": "shakespeare.lab.cuda.device", "webgpu": "shakespeare.lab.webgpu
 MAX_NUMBERS = 1000  # in a list: a typing error must not fill the memory
 
 Decorator = Callable[[Callable], Callable]
-Form = TypeVar("Form")  # a dataclass
 
 
 class Number(click.FloatRange):
@@ -200,12 +200,6 @@ def gathered(name: str, make: Callable, parameters: Iterable[str] = ()) -> Decor
         return call
 
     return add
-
-
-def made(form: type[Form], values: object, **others) -> Form:
-    """A dataclass from the values whose names are fields of it, and from the others."""
-    names = {field.name for field in fields(form)} & vars(values).keys()  # type: ignore[arg-type]
-    return form(**{name: getattr(values, name) for name in names} | others)
 
 
 def option(*words: str, **settings) -> Decorator:

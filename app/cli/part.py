@@ -110,7 +110,7 @@ def command_of(part: str) -> click.Command:
             threads = options.threads_for(chosen.threads)
             from shakespeare.generation.engines.engine import EngineOptions
 
-            run_inference(chosen, EngineOptions.from_names(vars(chosen), part=part, threads=threads))
+            run_inference(chosen, options.made(EngineOptions, chosen, part=part, threads=threads))
             return True
         if chosen.again:
             from shakespeare.attention_ext.build.recipes import CSRC

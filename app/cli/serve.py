@@ -130,7 +130,7 @@ def serve(
             build.make()
     checkpoints = {name: load(path) for name, path in paths_by_name(models).items()}
     if slots is None and settings.device == "cuda":
-        engine_options = EngineOptions.from_names(vars(settings) | {"slots": MAX_SLOTS, "threads": None})
+        engine_options = options.made(EngineOptions, settings, slots=MAX_SLOTS, threads=None)
         configs = (checkpoint.config for checkpoint in checkpoints.values())
         slots = min(slots_for(MAX_SLOTS, config, engine_options)[0] for config in configs)
     settings = replace(

@@ -132,7 +132,7 @@ def attempt(file: Path | None, chosen: TryOptions) -> bool:
         threads = options.threads_for(chosen.threads)
         from shakespeare.generation.engines.engine import EngineOptions
 
-        engine = EngineOptions.from_names(vars(chosen), part=str(file), device=device, threads=threads)
+        engine = options.made(EngineOptions, chosen, part=str(file), device=device, threads=threads)
         run_inference(chosen, engine)
         return True
     options.refuse_others(TRIAL_ONLY | BOTH | {"inference"}, "goes with --inference only")

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError
 from shakespeare.app.server.responses import Call, Choice
+from shakespeare.attention_ext.checks import made
 from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import NONE
@@ -313,7 +314,7 @@ class Scheduler:
         return self._lanes[model, part]
 
     def _engine(self, lane: Lane) -> Engine:
-        options = EngineOptions.from_names(vars(self.settings), part=lane.part, slots=lane.slots + 1)
+        options = made(EngineOptions, self.settings, part=lane.part, slots=lane.slots + 1)
         return open_engine(self.checkpoints[lane.model], options)
 
     def _open(self, lane: Lane) -> None:

@@ -5,8 +5,8 @@ It imports no engine; the table of them is in table.py.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -91,12 +91,6 @@ class EngineOptions:
         parts.check_compatible(self.row, self.device, kernel=self.kernel, br=br, bc=bc, simd=self.simd)
         if self.kernel is not None and self.device == "cuda":
             parts.one_of("kernel", self.kernel, KERNELS)
-
-    @classmethod
-    def from_names(cls, named: Mapping[str, Any], **more: Any) -> "EngineOptions":
-        """The options among these values, by their names; `more` comes first."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: named[name] for name in names if name in named} | more)
 
     def context(self, config: GPTConfig) -> int:
         """The capacity for a model. Raises ValueError if it is more than the model's block size."""
