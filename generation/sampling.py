@@ -232,30 +232,14 @@ SETTINGS: dict[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Sa
 OFF = {name: known.off or 0 for name, known in SETTINGS.items()}
 
 
-def sample(
-    logits: Tensor, uniforms: Sequence[float], sampling: Sampling = Sampling(), counts: Tensor | None = None
-) -> list[int]:
-    """A token id for each row of logits (B, V), by inverse transform sampling.
-
-    uniforms: a number in [0, 1) for each row. counts: (B, 2, V), how often each id has occurred in each row,
-    for the repetition penalty, and since the prompt, for the other two; None before any. Sums are float64 and
-    in the order of the ids, so that engines with different rounding agree, such as the native one's sample()
-    (generation/csrc/sampling.cpp). Raises ValueError if the logits hold NaN or the largest is infinite after
-    penalties and bias.
-    """
-    import torch
-
-    points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-    tokens = drawn(logits, points, sampling, counts).tolist()
-    if min(tokens, default=0) < 0:
-        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
-    return tokens
-
-
 def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling, counts: Tensor | None) -> Tensor:
-    """The token ids (B,) of sample(), on the tensors' device, without waiting for it.
+    """A token id (B,) for each row of logits (B, V), by inverse transform sampling; on the tensors' device.
 
-    uniforms: (B,), in float64. An id is -1 where logits hold NaN, or the largest is infinite.
+    uniforms: (B,), in [0, 1) and float64. counts: (B, 2, V), how often each id has occurred in each row, for
+    the repetition penalty, and since the prompt, for the other two; None before any. Sums are float64 and in
+    the order of the ids, so that engines with different rounding agree, such as the native one
+    (generation/csrc/sampling.cpp). An id is -1 where logits hold NaN, or the largest is infinite, after
+    penalties and bias.
     """
     import torch
 

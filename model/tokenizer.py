@@ -126,12 +126,6 @@ class CharTokenizer:
         """A token's text in UTF-8."""
         return self.characters[id].encode("utf-8", "surrogatepass")
 
-    def decode_all(self, ids: NDArray[Any]) -> list[str]:
-        """The texts of ids (texts, tokens)."""
-        text = self.decoder().feed_all(ids.ravel())
-        length = ids.shape[1]
-        return [text[at : at + length] for at in range(0, len(text), length)]
-
     def decoder(self) -> _CharDecoder:
         """A decoder from ids to text."""
         return _CharDecoder(self.characters, self._points)
@@ -209,11 +203,6 @@ class BytesTokenizer:
     def token_bytes(self, id: int) -> bytes:
         """A token's bytes of a text in UTF-8."""
         raise NotImplementedError
-
-    def decode_all(self, ids: NDArray[Any]) -> list[str]:
-        """The texts of ids (texts, tokens)."""
-        decoders = [self.decoder() for _ in ids]
-        return [decoder.feed_all(row) + decoder.end() for decoder, row in zip(decoders, ids)]
 
     def decoder(self) -> _BytesDecoder:
         """A decoder from ids to text. It emits a character after its last byte."""

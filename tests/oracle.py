@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shakespeare.generation.sampling import Sampling, drawn
+
 # Awkward shapes: (B, H, Nq, Nk, d)
 SHAPES = [
     (1, 1, 1, 1, 1),
@@ -19,6 +21,11 @@ SHAPES = [
     (1, 1, 130, 1000, 64),
     (1, 1, 16, 16, 300),
 ]
+
+
+def sample(logits: Tensor, uniforms, sampling=Sampling(), counts: Tensor | None = None) -> list[int]:
+    """A token for each row of logits (B, V), as PyTorch's engine draws it by a number in [0, 1)."""
+    return drawn(logits, torch.tensor(uniforms, dtype=torch.float64), sampling, counts).tolist()
 
 
 def qkv(B: int, H: int, Nq: int, Nk: int, d: int, dtype=torch.float32, seed: int = 0) -> list[Tensor]:

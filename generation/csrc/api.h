@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "draft.h"
+#include "sampling.h"
 #include "team.h"
 
 struct Handle;
@@ -42,7 +42,6 @@ bool decoder_write_rows(Handle* decoder, int64_t count, const int64_t* slots, in
 
 // tags (CONTEXTS), pairs (CONTEXTS, LISTED, 2): Draft of model/draft.py, for vocab_size tokens; null: no draft.
 bool decoder_set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs);
-bool decoder_draft_counts(Handle* decoder, DraftCounts* counts);  // since the last call
 
 bool decoder_copy(Handle* decoder, int64_t from, int64_t to);
 bool decoder_logits(Handle* decoder, int64_t slot, float* to);  // to: (vocab_size)

@@ -142,8 +142,6 @@ bool decoder_set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pai
     return failed();
 }
 
-bool decoder_draft_counts(Handle* decoder, DraftCounts* counts) { GUARDED(*counts = decoder->draft_counts()) }
-
 bool decoder_copy(Handle* decoder, int64_t from, int64_t to) { GUARDED(decoder->copy(from, to)) }
 
 bool decoder_logits(Handle* decoder, int64_t slot, float* to) try {

@@ -147,7 +147,6 @@ class Decoder {
 
     // Guesses tokens in a write() of at most MOST_DRAFTED_TEXTS texts; null: none. Changes no token.
     void set_draft(std::shared_ptr<const Draft> guesser) { draft = std::move(guesser); }
-    DraftCounts draft_counts() { return std::exchange(counts, {}); }  // since the last call
 
     // Copies a slot's text to another slot: cache, logits, counts of tokens and pending token, but neither the
     // sampling nor log-probabilities.
@@ -183,7 +182,6 @@ class Decoder {
 
     std::shared_ptr<const Draft> draft;
     DraftPace draft_pace;
-    DraftCounts counts;
 
     Trace trace;
     Pace pace;

@@ -126,9 +126,3 @@ class DraftPace {
     std::array<Cost, MOST_STEP_ROWS + 1> costs{};  // by the number of rows
     double seconds = 0, tokens = 0;                // of a step, on average
 };
-
-// What drafts did. guesses, hits: of all tokens that were chosen. drafted, accepted: rows that were spent on
-// guesses.
-struct DraftCounts {
-    int64_t steps = 0, tokens = 0, guesses = 0, hits = 0, drafted = 0, accepted = 0;
-};

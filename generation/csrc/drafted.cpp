@@ -54,10 +54,6 @@ class Decoder::Drafting {
         decoder.pass(tokens);
         const int64_t chosen = accept(tokens);
         decoder.draft_pace.took(rows, seconds_since(start), chosen);
-        DraftCounts& counts = decoder.counts;
-        counts.steps++;
-        counts.tokens += chosen;
-        counts.drafted += rows - texts_of_step;
         return true;
     }
 
@@ -129,7 +125,6 @@ class Decoder::Drafting {
     // Chooses the tokens after these rows; returns how many.
     int64_t accept(const std::vector<Token>& tokens) {
         const Timed timed(decoder.trace, "sampling", 0);
-        DraftCounts& counts = decoder.counts;
         int64_t first = 0, chosen = 0;
         for (Growing* text : active) {
             const size_t guesses = text->guesses.size();
@@ -139,14 +134,9 @@ class Decoder::Drafting {
                 const int64_t token = choose_next(*text);
                 const Guess& guess = i == guesses ? text->next : text->guesses[i];
                 const bool hit = guess.token == token;
-                if (guess.token >= 0) {
-                    slot_of(*text).confidence.learn(guess, hit);
-                    counts.guesses++;
-                    counts.hits += hit;
-                }
+                if (guess.token >= 0) slot_of(*text).confidence.learn(guess, hit);
                 chosen++;
                 if (i == guesses || !hit) break;
-                counts.accepted++;
             }
             first += 1 + static_cast<int64_t>(guesses);
         }

@@ -25,7 +25,6 @@ from shakespeare.attention_ext.parts import Precision
 from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
-from shakespeare.generation.engines.native import DraftCounts
 from shakespeare.generation.engines.slots import PLACES, ROW, Prompt, Slots
 from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint
@@ -152,8 +151,7 @@ class CudaEngine(Slots):
             self._pairs = Memory.from_array(draft.pairs)
             self._work.tags = self._tags.address
             self._work.pairs = self._pairs.address
-        self._drafts = np.zeros(4, int)  # passes, tokens, rows of guesses, guesses that were compared
-        self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
+        self._counted = np.zeros((0, 2), np.int32)  # of the last launch, as struct Work has them
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
         largest = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
         on.prepare(self._way(np.arange(count))[:2] for count in range(1, largest + 1))
@@ -245,9 +243,7 @@ class CudaEngine(Slots):
         chosen = self._launch(launch, texts, numbers[:fit], scored, seconds > SECONDS)
         self._tails[at] = np.concatenate([self._tails[at], chosen[-ORDER:].T], axis=1)[:, -ORDER:]
         if launch.drafts:
-            passes, drafted, guesses = self._counted.sum(0).tolist()
-            self._drafts += passes, chosen.size, drafted, guesses
-            self._guessed[at, 0] += self._counted[:, 2]
+            self._guessed[at, 0] += self._counted[:, 1]
             self._guessed[at, 1] += fit - self._counted[:, 0]
         every = self._every_logits(chosen.size if scored else 0)
         return chosen, every.reshape(-1, len(at), self.config.vocab_size)
@@ -290,14 +286,6 @@ class CudaEngine(Slots):
         """The logits that the last launch kept, (rows, vocab_size)."""
         synchronize(self._gpu.stream)
         return self._every.read(np.empty((rows, self.config.vocab_size), np.float32))
-
-    def draft_counts(self) -> DraftCounts:
-        """What drafts did since the last call."""
-        with self._lock:
-            passes, tokens, drafted, guesses = self._drafts.tolist()
-            self._drafts[:] = 0
-        accepted = tokens - passes
-        return DraftCounts(passes, tokens, guesses, accepted, drafted, accepted)
 
     def _way(self, at: NDArray[np.int64]) -> Launch:
         """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.
@@ -371,7 +359,7 @@ class CudaEngine(Slots):
             self._arguments[prompts] = Memory(2 * used, host=True), Memory(2 * used)
         host, staged = self._arguments[prompts]
         size = 4 * rows * count
-        counts = 12 * count
+        counts = 8 * count
         if size + counts > self._chosen.size:
             self._chosen = Memory(2 * (size + counts), host=True)
         if every and size * self.config.vocab_size > self._every.size:
@@ -399,5 +387,5 @@ class CudaEngine(Slots):
                 synchronize(stream)
                 self._row_seconds[launch] = (time.perf_counter() - start) / rows
         if launch.drafts:
-            self._counted = self._chosen.bytes[size : size + counts].view(np.int32).reshape(count, 3).copy()
+            self._counted = self._chosen.bytes[size : size + counts].view(np.int32).reshape(count, 2).copy()
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()

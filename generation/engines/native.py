@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,17 +37,6 @@ FAILURES = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 Span = structure(HEADER.parent / "team.h", "Span")
-
-
-class DraftCounts(NamedTuple):
-    """struct DraftCounts of csrc/draft.h, whose fields are int64."""
-
-    steps: int
-    tokens: int
-    guesses: int
-    hits: int
-    drafted: int
-    accepted: int
 
 
 # What the C++ takes from Python's tables: see csrc/sampling.h and csrc/cuda/ngrams_table.h.
@@ -220,13 +209,6 @@ class Decoder:
         with self._lock:
             self._c.decoder_set_draft(self._handle, *tables)
         self.draft = draft
-
-    def draft_counts(self) -> DraftCounts:
-        """What drafts did since the last call."""
-        counts = (c_int64 * len(DraftCounts._fields))()
-        with self._lock:
-            self._c.decoder_draft_counts(self._handle, counts)
-        return DraftCounts(*counts)
 
     def copy(self, source: int, *targets: int) -> None:
         with self._lock:

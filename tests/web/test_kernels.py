@@ -10,13 +10,14 @@ import pytest
 import tiny
 import torch
 from node_process import Refused
+from oracle import sample
 from steps import choose, counts_of, prefill
 from support import ROOT
 
 from shakespeare import generate
 from shakespeare.attention_ext.build.recipes import CSRC
 from shakespeare.attention_ext.parts import PARTS
-from shakespeare.generation.sampling import SETTINGS, Sampling, sample
+from shakespeare.generation.sampling import SETTINGS, Sampling
 from shakespeare.lab.traffic import Block, Case, streams, traffic
 from shakespeare.model.checkpoint import load, save
 from shakespeare.model.gpt import alibi_bias, causal_attention

@@ -171,7 +171,7 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
     const long long at = (long long)text.slot * VOCAB;
     float* logits = s.various[block % TEXTS];
     auto* memory = reinterpret_cast<double*>(logits + WEIGHTS);
-    int cached = text.length, pending = text.token, passes = 0, drafted = 0, guesses = 0;
+    int cached = text.length, pending = text.token, passes = 0, guesses = 0;
     int known = min(cached, ORDER - 1);
     unsigned long long recent = unsigned(text.flags);
     const auto add = [&](int token) { recent = recent << 8 | unsigned(token), known++; };
@@ -232,15 +232,13 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
         cached += reads ? right + 1 : 0;
         done += right + 1;
         passes++;
-        drafted += rows - 1;
         guesses += min(right + 1, rows - 1);
         __syncthreads();  // the guesses are compared before the next ones are made
     }
     if (block == 0 && thread == 0) {
-        int* drafts = work.drafts + 3 * number;
+        int* drafts = work.drafts + 2 * number;
         drafts[0] = passes;
-        drafts[1] = drafted;
-        drafts[2] = guesses;
+        drafts[1] = guesses;
     }
 }
 #endif

@@ -84,7 +84,7 @@ struct Work {
     unsigned* arrived;       // (blocks of the grid) or, for prompts, (1) of announce(), 0 at first
     const unsigned* tags;    // (CONTEXTS) of a draft's contexts
     const uint4* pairs;      // (CONTEXTS), their LISTED pairs of a byte for the token and one for the code
-    int* drafts;  // (count, 3): passes, guesses that were rows of them, and those whose token was then chosen
+    int* drafts;             // (count, 2): passes, and guesses whose token was then chosen
     int count, rows, capacity;
     int leading;  // blocks of the grid whose attention comes before that of the others
     float scale;  // of the scores, times log2(e)

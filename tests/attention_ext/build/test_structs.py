@@ -16,7 +16,6 @@ STRUCTS = {
     "attention.h": ("MatricesOf<float>", "Attention", "AttentionGradient"),
     "rules.h": ("Strip", "Rules"),
     "generation/csrc/team.h": ("Span",),
-    "generation/csrc/draft.h": ("DraftCounts",),
 }
 
 
