@@ -34,6 +34,17 @@ def qkv(B: int, H: int, Nq: int, Nk: int, d: int, dtype=torch.float32, seed: int
     return [torch.randn(B, H, n, d, generator=generator).to(dtype) for n in (Nq, Nk, Nk)]
 
 
+def strided(*tensors: Tensor) -> dict[str, list[Tensor]]:
+    """The same tensors, (B, H, N, d) each, with other strides, by name."""
+    B, H, N, d = tensors[0].shape
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in tensors], dim=2)  # (B, N, several H d)
+    return {
+        "views": [t.view(B, N, H, d).transpose(1, 2) for t in fused.split(H * d, dim=2)],
+        "columns": [t.mT.contiguous().mT for t in tensors],
+        "every other": [torch.stack([t, -t], dim=-1)[..., 0] for t in tensors],
+    }
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, Nq, d) and logsumexp (B, H, Nq) in float64, by the definition, one query at a time."""
     q, k, v = q.double(), k.double(), v.double()
@@ -45,6 +56,35 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
         outs.append(torch.einsum("bhn,bhnd->bhd", torch.softmax(s, -1), v[:, :, :n]))
         lses.append(torch.logsumexp(s, -1))
     return torch.stack(outs, 2), torch.stack(lses, 2)
+
+
+def defined(q, k, v, causal=False, window=(None, None), scale=None, **rules):
+    """Output and logsumexp in the inputs' type, by the definition of each of attention()'s rules."""
+    Nq, Nk, share = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    names = ("softcap", "alibi_slopes", "sinks", "bias", "documents")
+    softcap, alibi_slopes, sinks, bias, documents = map(rules.get, names)
+    s = q @ k.repeat_interleave(share, 1).mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    j = torch.arange(Nk, device=q.device)
+    p = torch.arange(Nk - Nq, Nk, device=q.device)[:, None]
+    left, right = (Nk + Nq if side is None else side for side in window)
+    hidden = (j < p - left) | (j > p + (min(right, 0) if causal else right))
+    if documents is not None:
+        hidden = hidden | (documents[:, None, Nk - Nq :, None] != documents[:, None, None])
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[..., None, None] * (j - p).abs()
+    if bias is not None:
+        added = bias.dtype != torch.bool
+        hidden = hidden | (bias == -torch.inf if added else ~bias)
+        s = s + torch.where(hidden, 0, bias) if added else s
+    m = F.pad(s, (0, 1), value=-1e300).amax(-1, keepdim=True)  # there may be no keys
+    weights = s.masked_fill(hidden, -1e300).sub(m).exp() * ~hidden
+    l = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks[:, None] - m[..., 0]))  # noqa: E741
+    nothing = l == 0
+    l = l.masked_fill(nothing, 1)  # noqa: E741
+    out = weights @ v.repeat_interleave(share, 1) / l[..., None]
+    return out, (m[..., 0] + l.log()).masked_fill(nothing, -torch.inf)
 
 
 def torch_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

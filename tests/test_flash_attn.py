@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+import oracle
 import pytest
 import torch
 from support import or_skip
@@ -46,27 +47,12 @@ RULES = [
 SIZES = [(7, 7), (3, 21), (21, 3), (1, 9), (40, 33), (130, 140)]
 
 
-def defined(
-    q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, **_
-):
-    """Output (B, Sq, H, d) and logsumexp (B, H, Sq) in float64 by flash-attn's documents."""
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = q @ k.mT * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    Nq, Nk = s.shape[2:]
-    place = (torch.arange(Nq)[:, None] + Nk - Nq - torch.arange(Nk)).to(s.device)
-    if alibi_slopes is not None:
-        s = s - alibi_slopes.double()[..., None, None] * place.abs()
-    left, right = window_size
-    right = 0 if causal else right
-    seen = (place <= (left if left >= 0 else Nk + Nq)) & (place >= (-right if right >= 0 else -Nk - Nq))
-    weights = s.exp() * seen
-    total = weights.sum(-1, keepdim=True)
-    out = weights / total.masked_fill(total == 0, 1) @ v
-    return out.transpose(1, 2), total[..., 0].log().masked_fill(total[..., 0] == 0, torch.inf)
+def defined(q, k, v, softmax_scale=None, window_size=(-1, -1), **rules):
+    """Output (B, Sq, H, d) and logsumexp (B, H, Sq) in float64; that of a row without keys is inf."""
+    heads = (t.double().transpose(1, 2) for t in (q, k, v))
+    window = [side if side >= 0 else None for side in window_size]
+    out, lse = oracle.defined(*heads, window=window, scale=softmax_scale, **rules)
+    return out.transpose(1, 2), lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

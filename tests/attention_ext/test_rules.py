@@ -19,34 +19,6 @@ SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 LEAVES = ("q", "k", "v", "bias", "sinks")
 
 
-def defined(q, k, v, causal, window=(None, None), scale=None, **rules):
-    """Output and logsumexp in the inputs' type, by the definition of each rule."""
-    Nq, Nk, share = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    names = ("softcap", "alibi_slopes", "sinks", "bias", "documents")
-    softcap, alibi_slopes, sinks, bias, documents = map(rules.get, names)
-    s = q @ k.repeat_interleave(share, 1).mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    p, j = torch.arange(Nk - Nq, Nk)[:, None], torch.arange(Nk)
-    left, right = (Nk + Nq if side is None else side for side in window)
-    hidden = (j < p - left) | (j > p + (min(right, 0) if causal else right))
-    if documents is not None:
-        hidden = hidden | (documents[:, None, Nk - Nq :, None] != documents[:, None, None])
-    if alibi_slopes is not None:
-        s = s - alibi_slopes[..., None, None] * (j - p).abs()
-    if bias is not None:
-        added = bias.dtype != torch.bool
-        hidden = hidden | (bias == -torch.inf if added else ~bias)
-        s = s + torch.where(hidden, 0, bias) if added else s
-    m = s.amax(-1, keepdim=True)
-    weights = s.masked_fill(hidden, -1e300).sub(m).exp() * ~hidden
-    l = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks[:, None] - m[..., 0]))  # noqa: E741
-    nothing = l == 0
-    l = l.masked_fill(nothing, 1)  # noqa: E741
-    out = weights @ v.repeat_interleave(share, 1) / l[..., None]
-    return out, (m[..., 0] + l.log()).masked_fill(nothing, -torch.inf)
-
-
 @st.composite
 def calls(draw):
     """The tensors and the options of a call, in float64."""
@@ -82,7 +54,7 @@ def as_floats(call):
 @given(call=calls(), br=st.sampled_from([None, 1, 16, 33]), bc=st.sampled_from([None, 7, 64]))
 def test_any_rules_together(attend, call, br, bc):
     (held, _), floats = call, as_floats(call[0])
-    exact, peer = defined(**held), attention("part0", **floats, return_lse=True)
+    exact, peer = oracle.defined(**held), attention("part0", **floats, return_lse=True)
     got = attend(**floats, br=br, bc=bc, return_lse=True)
     for mine, right, theirs in zip(got, exact, peer):
         some = torch.isfinite(right)
@@ -102,7 +74,7 @@ def test_gradients(extension, call):
         total = (out * given[0]).sum() + (lse.masked_fill(~seen, 0) * given[1]).sum()
         return torch.autograd.grad(total, leaves)
 
-    exact = gradients(defined, held)
+    exact = gradients(oracle.defined, held)
     peers = gradients(lambda **call: attention("part0", **call, return_lse=True), floats)
     got = gradients(lambda **call: attention("part4", **call, return_lse=True), floats)
     for mine, right, theirs in zip(got, exact, peers):
@@ -112,7 +84,7 @@ def test_gradients(extension, call):
 def test_one_query_of_grouped_heads_and_a_long_cache(attend):
     q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 3000, 16), torch.randn(2, 2, 3000, 16)
     call = dict(q=q, k=k, v=v, causal=True)
-    exact = defined(**{n: t if n == "causal" else t.double() for n, t in call.items()})
+    exact = oracle.defined(**{n: t if n == "causal" else t.double() for n, t in call.items()})
     for mine, right in zip(attend(**call, return_lse=True), exact):
         oracle.assert_close(mine, right, right)
 
