@@ -12,7 +12,6 @@ from shakespeare.attention_ext.build.recipes import CSRC
 from shakespeare.judge import gradients
 from shakespeare.judge.cases import CASES
 
-SECONDS = 600.0  # after which a call is endless
 NAMED = 0.85  # least share of the mistakes that the diagnosis names
 NUMPY = """\
 import numpy as np

@@ -5,12 +5,11 @@ import os
 import pytest
 from support import found_program, script
 
-from shakespeare.attention_ext import PARTS, BuildError
+from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.processor import Cache
 from shakespeare.lab import counters, machine
 from shakespeare.lab.traffic import Case
 
-KERNELS = [part.operator for part in PARTS.values() if part.operator]
 L1, L2 = Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 8, 64)
 
 PERF = """\

@@ -66,7 +66,6 @@ def test_parts_1_to_3_are_refused():
 def test_a_wrong_argument_is_named():
     for sizes, options, error, message in (
         ({}, dict(kernel="7"), ValueError, "kernel is '7'; it must be one of 1, 2-unpadded, 2"),
-        ({}, dict(br=64), ValueError, "br is 64; it must be left out on CUDA"),
         ({}, dict(bc=64), ValueError, "bc is 64; it must be left out on CUDA"),
         (dict(dtype=torch.float64), {}, TypeError, "q is torch.float64; it must be torch.float32 or torch.b"),
         (dict(d=257), {}, ValueError, "q has d=257; it must be at most 256 on CUDA in part4"),

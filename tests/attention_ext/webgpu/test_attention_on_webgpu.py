@@ -3,7 +3,6 @@
 Without the package wgpu or an adapter most of it is skipped with a reason.
 """
 
-import inspect
 import math
 import random
 import re
@@ -35,13 +34,6 @@ HALF = 2.0**-11  # half a unit in the last place of 16 bits, by which step 6 rou
 def gpu() -> Gpu:
     with or_skip():
         return opened()
-
-
-def test_wgpu_makes_a_shader_without_checks_by_these_names():
-    """They are not public; a version that lacks them is to be excluded in setup.cfg."""
-    native = pytest.importorskip("wgpu.backends.wgpu_native")
-    assert hasattr(native.lib, "wgpuDeviceCreateShaderModuleTrusted")
-    assert [*inspect.signature(native.GPUShaderModule).parameters] == ["label", "internal", "device"]
 
 
 @pytest.fixture(params=STEPS)
