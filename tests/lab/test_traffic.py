@@ -33,12 +33,12 @@ def test_a_smaller_cache_takes_in_no_less(part, block):
     assert {by_name[name] for name in "QKVO"} == {2 * 700 * 64 * 4}
 
 
-@pytest.mark.parametrize("threads_used", [1, 3])
-def test_the_scratch_is_what_is_allocated(part, extension, threads, threads_used):
-    threads(threads_used)
+def test_the_scratch_is_what_is_allocated(part, extension, threads):
+    """By three threads; tests/app/cli/test_part.py has one."""
+    threads(3)
     q, k, v = correctness.synthetic_qkv(300)
     out, memory = correctness.allocated(lambda: attention(part, q, k, v, br=96, bc=64))
-    counted = scratch(part, Case(300, 300, 32, heads=4, br=96, bc=64, threads=threads_used))
+    counted = scratch(part, Case(300, 300, 32, heads=4, br=96, bc=64, threads=3))
     assert memory - out.numel() * 4 == counted
 
 
