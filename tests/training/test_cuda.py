@@ -1,6 +1,5 @@
 """Training on a GPU by kernels alone: gradients, both optimizers, evaluation; PyTorch is not imported."""
 
-import copy
 import dataclasses
 import itertools
 import sys
@@ -9,20 +8,19 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT, naming, printed
-from training_texts import TINY, words
+from training_texts import ONE_STEP, TINY, exact, sized, words
 
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.checkpoint import load
 from shakespeare.model.config import GPTConfig
-from shakespeare.model.gpt import GPT, causal_attention
+from shakespeare.model.gpt import GPT
 from shakespeare.model.loss import evaluate
 from shakespeare.training.cuda.initial import first_weights
 from shakespeare.training.cuda.trainer import CudaTrainer
-from shakespeare.training.recipe import SIZES, Recipe
+from shakespeare.training.recipe import SIZES
 from shakespeare.training.run import train
 from shakespeare.training.trainer import Trainer
 
-RECIPE = Recipe(16, steps=1, dropout=0.0, batch_chars=64, n_layer=2, n_head=2, n_embd=32, average=0.8)
 # Batch, block, V, C, heads, layers, and the window of an endless model
 ON_GPU = [
     (4, 16, 12, 32, 2, 2),
@@ -34,17 +32,10 @@ ON_GPU = [
 ]
 
 
-def recipe_of(sizes, recipe: Recipe = RECIPE) -> Recipe:
-    batch, block, _, C, H, layers, *window = sizes
-    endless = dict(positions="alibi", window=window[0]) if window else {}
-    change = endless | dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=H, n_layer=layers)
-    return dataclasses.replace(recipe, **change)
-
-
-def trainer(sizes=ON_GPU[0], factor=1.0, recipe=RECIPE, dtype=Dtype.FP32) -> CudaTrainer:
+def trainer(sizes=ON_GPU[0], factor=1.0, recipe=ONE_STEP, dtype=Dtype.FP32) -> CudaTrainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
     V = sizes[2]
-    recipe = recipe_of(sizes, recipe)
+    recipe = sized(sizes, recipe)
     shape = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
     config = GPTConfig(vocab_size=V, bias=False, **shape)
     weights = {name: factor * weight for name, weight in first_weights(config, recipe.seed)[0].items()}
@@ -60,19 +51,13 @@ def tokens_of(sizes, seed=0) -> np.ndarray:
 def test_gradients_and_loss(gpu):
     for sizes, factor in itertools.product(ON_GPU, (1.0, 5.0)):
         native, tokens = trainer(sizes, factor), tokens_of(sizes)
-        model = copy.deepcopy(GPT.from_weights(native.config, native.flat.read("value"))).double()
-        for block in model.transformer.h:
-            block.attn.attend = causal_attention
-        logits = model(torch.from_numpy(tokens[:, :-1]))
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:]).flatten()
-        )
-        loss.backward()
+        started = GPT.from_weights(native.config, native.flat.read("value"))
+        loss, model = exact(started, torch.from_numpy(tokens))
         native.native.tokens.write(tokens)
         native.native.gradients()
         native.native.gradients()
         with naming(sizes, factor):
-            assert native.take_losses() == pytest.approx(2 * float(loss.detach()), rel=1e-5)
+            assert native.take_losses() == pytest.approx(2 * loss, rel=1e-5)
             assert native.take_losses() == 0
             found = native.flat.read("gradient")
             for name, p in model.named_parameters():
@@ -87,7 +72,7 @@ def test_the_training_step_follows_pytorchs(gpu):
     """Tokens, losses, weights, averages and the optimizers' states, from the same gradients each time."""
     native = trainer()
     ids = torch.from_numpy(np.random.default_rng(1).integers(12, size=500))
-    pytorchs = Trainer(RECIPE, 12, ids, torch.device("cpu"), "part0")
+    pytorchs = Trainer(ONE_STEP, 12, ids, torch.device("cpu"), "part0")
     for name, p in pytorchs.model.named_parameters():
         p.data.copy_(torch.from_numpy(native.flat.read("value")[name]))
     pytorchs.averaged.load_state_dict(pytorchs.model.state_dict())
@@ -120,7 +105,7 @@ def test_the_training_step_follows_pytorchs(gpu):
 
 def test_equal_bits_and_a_state(gpu):
     """Two runs in bf16, with dropout; one continues from a state."""
-    recipe = dataclasses.replace(RECIPE, dropout=0.2)
+    recipe = dataclasses.replace(ONE_STEP, dropout=0.2)
     seen = []
     for resumed in (False, True):
         native = trainer(recipe=recipe, dtype=Dtype.BF16)
@@ -140,7 +125,7 @@ def test_equal_bits_and_a_state(gpu):
 def test_evaluation_is_pytorchs(gpu):
     for sizes in ON_GPU:
         for dropout in (0.0, 0.3):
-            native = trainer(sizes, 3.0, dataclasses.replace(RECIPE, dropout=dropout))
+            native = trainer(sizes, 3.0, dataclasses.replace(ONE_STEP, dropout=dropout))
             _, T, V, *_ = sizes
             model = GPT.from_weights(native.config, native.averages())
             text = np.random.default_rng(2).integers(V, size=7 * T + 3)

@@ -1,6 +1,5 @@
 """The native training step in C++ against PyTorch's: gradients, both optimizers, their states, fallbacks."""
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -9,20 +8,17 @@ import pytest
 import tiny
 import torch
 from support import naming
-from training_texts import TINY
+from training_texts import ONE_STEP, TINY, exact, sized
 
 from shakespeare.attention_ext.build.nvrtc import Source
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.model.gpt import causal_attention
 from shakespeare.training.cuda import update
 from shakespeare.training.cuda.update import FOLDER
 from shakespeare.training.finetuning import recipe_of
-from shakespeare.training.recipe import Recipe
 from shakespeare.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("extension")
-RECIPE = Recipe(16, steps=1, dropout=0.0, batch_chars=64, n_layer=2, n_head=2, n_embd=32, average=0.8)
 CPU = torch.device("cpu")
 
 # Awkward sizes: batch, block, V, C, heads, layers, and the window of an endless model
@@ -40,13 +36,11 @@ SIZES = [
 ]
 
 
-def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
+def trainer(part="part4", sizes=SIZES[0], factor=1.0) -> Trainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
-    batch, block, V, C, H, layers, *window = sizes
-    endless = dict(positions="alibi", window=window[0]) if window else {}
-    change = endless | dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=H, n_layer=layers)
+    V = sizes[2]
     ids = torch.randint(V, (500,), generator=torch.Generator().manual_seed(1))
-    made = Trainer(dataclasses.replace(recipe, **change), V, ids, CPU, part)
+    made = Trainer(sized(sizes), V, ids, CPU, part)
     with torch.no_grad():
         for p in made.model.parameters():
             p.mul_(factor)
@@ -59,23 +53,13 @@ def tokens_of(sizes, seed=0) -> torch.Tensor:
     return torch.randint(V, (batch, block + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def exact(of: Trainer, tokens: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
-    """The loss, the norm and the clipped gradients in float64, by PyTorch."""
-    model = copy.deepcopy(of.model).double()
-    for block in model.transformer.h:
-        block.attn.attend = causal_attention
-    logits = model(tokens[:, :-1])
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return loss.item(), norm.item(), [p.grad for p in model.parameters()]  # type: ignore[misc]
-
-
 def test_loss_norm_and_gradients(threads):
     threads(2)
     for sizes, factor in itertools.product(SIZES, (1.0, 5.0)):
         native, tokens = trainer("part4", sizes, factor), tokens_of(sizes)
-        loss, norm, gradients = exact(native, tokens)
+        loss, model = exact(native.model, tokens)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        gradients = [p.grad for p in model.parameters()]
         with naming(sizes, factor):
             got_loss, got_norm = native.native.gradients(tokens.numpy())
             assert got_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
@@ -161,7 +145,7 @@ def test_kernels_compile_without_spills(nvrtc, dtype, arch):
 
 def test_training_steps_learn_and_measure_their_time(threads):
     threads(2)
-    native = Trainer(RECIPE, 8, torch.arange(400) % 8, CPU, "part4")
+    native = Trainer(ONE_STEP, 8, torch.arange(400) % 8, CPU, "part4")
     native.step()
     before = float(native.loss)
     for _ in range(100):
