@@ -12,12 +12,6 @@ from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.material import divide, fit, repeated_share
 
 
-def test_a_short_text_is_refused_with_both_lengths():
-    with pytest.raises(ValueError, match="text has 1,999 characters; it must have at least 2,000"):
-        fit(words(1999), TINY)
-    fit(words(2000), TINY)
-
-
 def test_a_short_text_reduces_the_block_and_the_batch():
     recipe, notes = fit(words(2000), dataclasses.replace(TINY, block_size=128, batch_chars=2048))
     assert (recipe.block_size, recipe.batch_chars) == (48, 1800) and notes == [

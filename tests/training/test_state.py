@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,7 +20,6 @@ from training_texts import TINY, words
 
 from shakespeare.model import files
 from shakespeare.model.checkpoint import load
-from shakespeare.training import run, schedule
 from shakespeare.training.run import train
 from shakespeare.training.schedule import Schedule, Watcher
 from shakespeare.training.state import FILE, load_state, save_state
@@ -41,15 +39,20 @@ class StoppedAt(Watcher):
 
     def __init__(self, *steps: int) -> None:
         super().__init__(self.stop)
-        self.left, self.done, self.seconds = set(steps), 0, 0.0
+        self.left, self.done = set(steps), 0
 
     def stepped(self, schedule: Schedule) -> None:
-        self.done, self.seconds = schedule.done, schedule.seconds
+        self.done = schedule.done
 
     def stop(self) -> bool:
         stops = self.done in self.left
         self.left.discard(self.done)
         return stops
+
+
+def contents(folder: Path, *without: str) -> dict[str, bytes]:
+    """The bytes of each file but those of these names."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in without}
 
 
 @pytest.fixture(scope="module")
@@ -99,27 +102,6 @@ def resumed(out: Path, steps: tuple[int, ...], **arguments) -> dict:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(out / "model.safetensors")
-
-
-@pytest.mark.full
-def test_a_run_by_time_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
-    """By a clock that moves whenever it is read."""
-    clock = SimpleNamespace(now=0.0)
-
-    def monotonic():
-        clock.now += 0.02
-        return clock.now
-
-    for module in (run, schedule):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
-    recipe, watcher = dataclasses.replace(TINY, minutes=1 / 15), StoppedAt()
-    watcher.stops = lambda: watcher.seconds > 2.0
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, TEXT, out=tmp_path, watcher=watcher)
-    clock.now = 1000.0  # the time between does not count
-    record = train(recipe, TEXT, out=tmp_path, resume=True)
-    assert record["seconds"] == pytest.approx(clock.now - 1000 + 2, abs=0.2) == pytest.approx(4, abs=0.2)
-    assert record["curve"][-1][0] == record["steps"]
 
 
 KILLED = """
@@ -200,7 +182,7 @@ def test_a_state_with_other_weights_or_without_numbers_is_refused(tmp_path):
     run_, progress, record = about["run"], about["progress"], about["progress"]["record"]
     stored = safetensors.numpy.load_file(tmp_path / FILE)
     best = next(name for name in stored if name.startswith("best."))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != FILE}
+    before = contents(tmp_path, FILE)
     for state, changes in (
         ({name: t for name, t in stored.items() if not name.startswith("best.")}, {}),
         (stored | {best: np.zeros(1)}, {}),
@@ -217,7 +199,7 @@ def test_a_state_with_other_weights_or_without_numbers_is_refused(tmp_path):
         save_state(tmp_path, state, run_, progress | changes)
         with naming(changes), pytest.raises(ValueError, match=r"resume.safetensors is damaged \("):
             train(**arguments, resume=True)
-        assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != FILE} == before
+        assert contents(tmp_path, FILE) == before
 
 
 def test_two_writers_of_a_path_have_files_of_their_own(tmp_path):
@@ -236,7 +218,7 @@ def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["best_step"] == 3 and record["curve"] == []
     load(str(tmp_path))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    before = contents(tmp_path)
     for changed, message in (
         (dict(text=TEXT + "a"), "its (characters|corpus_sha256) "),
         (dict(recipe=dataclasses.replace(TINY, muon_lr=0.5)), "its muon_lr was 0.02"),
@@ -245,7 +227,7 @@ def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"is of another run: {message}"):
             train(**arguments | changed, resume=True)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert contents(tmp_path) == before
     with pytest.raises(SystemExit):
         train(TINY, words(4000, seed=1), out=tmp_path, watcher=Watcher(sys.exit))
     assert not (tmp_path / FILE).exists()

@@ -149,20 +149,26 @@ def test_models_of_transformers_and_of_nanogpt_are_fine_tuned(cli, tmp_path):
 
 
 def test_a_short_text_is_refused_in_one_line(failed, text):
-    text.write_text("too short")
-    assert "text has 9 characters; it must have at least 2,000" in failed("train", "mine", *SMALL)
+    text.write_text(words(1999))
+    assert "text has 1,999 characters; it must have at least 2,000" in failed("train", "mine", *SMALL)
     assert not Path("out").exists()
 
 
 STEPS = (*SMALL, "--steps", 160, "--part", "part0", "--out", "a b")
 
 
+@pytest.fixture
+def running(process):
+    """A run in a process of its own, after its first evaluation."""
+    started = process("train", "mine", *STEPS)
+    while not started.stderr.readline().startswith("step 8/160"):
+        assert started.poll() is None
+    return started
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, cli, number):
-    running = process("train", "mine", *STEPS)
-    while not running.stderr.readline().startswith("step 8/160"):  # the first evaluation
-        assert running.poll() is None
+def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(running, cli, number):
     running.send_signal(number)
     running.send_signal(signal.SIGTERM)  # `timeout` sends it twice
     out, errors = running.communicate()
@@ -180,10 +186,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, c
 
 
 @pytest.mark.full
-def test_a_directory_has_one_run_and_a_killed_one_leaves_it(process, failed, cli):
-    running = process("train", "mine", *STEPS)
-    while not running.stderr.readline().startswith("step 8/160"):
-        assert running.poll() is None
+def test_a_directory_has_one_run_and_a_killed_one_leaves_it(running, failed, cli):
     taken = f"gpt.py: error: another process ({running.pid}) trains in a b\n"
     for option in ((), ("--resume",), ("--overwrite",)):
         assert failed("train", "mine", *STEPS, *option) == taken
