@@ -93,6 +93,13 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line] for line in lines if set("".join(line)) != {"-"}]
 
 
+def anchors(document: Path) -> set[str]:
+    """Those of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(), re.M)
+    words = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in words}
+
+
 def records(done: Done) -> list[dict[str, str]]:
     """The rows of the Markdown table that a command printed, by the headings."""
     head, *lines = table(done.stdout)

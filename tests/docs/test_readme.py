@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 
-from support import ROOT, naming
+from support import ROOT, anchors, naming
 
 from benchmarks.speedrun import main as speedrun
 from shakespeare.app.cli import COMMANDS, cli, command_of
@@ -19,18 +19,13 @@ def matches(pattern, flags=0):
     return [(file, match) for file in DOCUMENTS for match in re.findall(pattern, file.read_text(), flags)]
 
 
-def slug(heading):
-    """A heading's anchor, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).replace(" ", "-")
-
-
 def test_every_linked_file_and_heading_exists():
     links = matches(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
     for file, (link, anchor) in links:
         target = file.parent / link if link else file
         with naming(file.name, link, anchor):
             assert target.exists()
-            assert not anchor or anchor in map(slug, re.findall(r"^#+ (.*)", target.read_text(), re.M))
+            assert not anchor or anchor in anchors(target)
     assert len(links) > 60
 
 

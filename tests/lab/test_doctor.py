@@ -59,10 +59,12 @@ def test_a_broken_compiler_exits_1_and_the_rest_is_still_checked(cli, monkeypatc
 
 def test_a_wrong_compiler(monkeypatch):
     for chosen, message in (
-        ("/bin/false", "/bin/false --version failed with exit code 1; let CXX name a C++ compiler that"),
         ("no-such-compiler", "CXX is 'no-such-compiler'; it must be a C++ compiler"),
         ("'c++", """CXX is "'c++"; it must be a compiler's command: No"""),
-        ("/bin/sh -c 'echo kaboom >&2; exit 3'", "failed with exit code 3: kaboom; let CXX"),
+        (
+            "/bin/sh -c 'echo kaboom >&2; exit 3'",
+            "--version failed with exit code 3: kaboom; let CXX name a C++ compiler",
+        ),
     ):
         monkeypatch.setenv("CXX", chosen)
         state, text = look("compiler")
