@@ -1,7 +1,10 @@
 """Right kernels, and mistakes that are planted in them."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from support import naming
 
 from shakespeare.judge import starts
 
@@ -141,20 +144,21 @@ KERNELS = {
 
 
 class Mistake(NamedTuple):
-    """Replace `old` by `new` in a kernel, each time. kinds: of the findings that name it."""
+    """Replace `old` by `new` in one of the kernels, each time. kinds: of the findings that name it."""
 
     name: str
     kernel: str
     old: str
     new: str
     kinds: str
+    kernels: Mapping[str, tuple[str, str]] = KERNELS
 
     @property
     def suffix(self) -> str:
-        return KERNELS[self.kernel][0]
+        return self.kernels[self.kernel][0]
 
     def text(self) -> str:
-        right = KERNELS[self.kernel][1]
+        right = self.kernels[self.kernel][1]
         assert self.old in right, self.name
         return right.replace(self.old, self.new)
 
@@ -244,6 +248,26 @@ MISTAKES = [
 ]
 # fmt: on
 WITH_SANITIZER = ("no barrier",)  # needs compute-sanitizer
+SECONDS = 600.0  # after which a call is endless; that is known of some mistakes
+ENDLESS_SECONDS = 5.0
+SEARCHED = {"bounds", "race", "crash"}  # the kinds that need a build with a sanitizer
+NAMED = 0.85  # least share of the mistakes that the diagnosis names
+
+
+def find(tried, mistakes: Sequence[Mistake], **asked: Any) -> None:
+    """Check that all are found, and most are named. tried: the fixture; asked: its other arguments."""
+    assert mistakes
+    missed = []
+    for i, mistake in enumerate(mistakes):
+        kinds = {*mistake.kinds.split()}
+        with naming(mistake.kernel, mistake.name):
+            seconds = ENDLESS_SECONDS if "endless" in kinds else SECONDS
+            name = f"mine{i}{mistake.suffix}"
+            found = tried(name, mistake.text(), seconds=seconds, searched=bool(SEARCHED & kinds), **asked)
+            assert not found.refused and not found.right
+        if not found.finding or found.finding.kind not in kinds:
+            missed.append((mistake.kernel, mistake.name))
+    assert len(missed) <= (1 - NAMED) * len(mistakes), missed
 
 
 NUMBA = """\

@@ -3,11 +3,10 @@
 import contextlib
 
 import pytest
+from planted import SECONDS
 
 from shakespeare.judge import sanitizers
 from shakespeare.judge.verdict import Checker
-
-SECONDS = 600.0  # after which a call, or a program under a sanitizer, is endless
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planted import CUDA, FLASH, MISTAKES, NAIVE, NUMPY, RIGHT, TORCH, WITH_SANITIZER, Mistake
-from support import ROOT, naming
+from planted import CUDA, FLASH, MISTAKES, NAIVE, NUMPY, RIGHT, SECONDS, TORCH, WITH_SANITIZER, find
+from support import ROOT, anchors, naming
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from shakespeare import generate
@@ -25,10 +25,6 @@ from shakespeare.judge.speed import Figures, Size
 from shakespeare.judge.verdict import SIMULATED_WORK, Verdict
 from shakespeare.model import load
 
-SECONDS = 600.0  # after which a call is endless; that is known of some mistakes
-ENDLESS_SECONDS = 5.0
-SEARCHED = {"bounds", "race", "crash"}  # the kinds that need a build with a sanitizer
-NAMED = 0.85  # least share of the mistakes that the diagnosis names
 QUICK = ("openmp", "numpy")  # that the default tests try
 DEFAULT = {"beyond a row", "one scratch for all", "the last key"}
 
@@ -38,21 +34,6 @@ def skip_without(suffix: str) -> None:
         pytest.skip("ispc is missing")
     if suffix == ".cu" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-
-
-def find(tried, mistakes: list[Mistake]) -> None:
-    assert mistakes
-    named = []
-    for i, mistake in enumerate(mistakes):
-        with naming(mistake.kernel, mistake.name):
-            seconds = ENDLESS_SECONDS if "endless" in mistake.kinds.split() else SECONDS
-            searched = bool(SEARCHED & {*mistake.kinds.split()})
-            name = f"mine{i}{mistake.suffix}"
-            found = tried(name, mistake.text(), seconds=seconds, searched=searched)
-            assert not found.refused and not found.right
-            named.append(found.finding is not None and found.finding.kind in mistake.kinds.split())
-    missed = [(m.kernel, m.name) for m, ok in zip(mistakes, named) if not ok]
-    assert sum(named) >= NAMED * len(named), missed
 
 
 def test_some_mistakes_are_found(tried):
@@ -215,9 +196,7 @@ def test_the_ladder_and_the_hints():
 def test_the_pages_of_the_hints_exist():
     for page in (*(page for page, _ in hints.HINTS.values()), report.MISTAKES):
         file, anchor = page.split("#")
-        lines = (ROOT / file).read_text().splitlines()
-        titles = [line.lstrip("# ").lower().replace(" ", "-") for line in lines if line.startswith("#")]
-        assert anchor in {re.sub(r"[^\w-]", "", title) for title in titles}, page
+        assert anchor in anchors(ROOT / file), page
 
 
 def test_the_command(cli, failed, extension, tmp_path):
