@@ -156,12 +156,8 @@ def test_wrong_arguments_are_named(alone):
     ):
         with pytest.raises(ValueError, match=message):
             parallel.attention(*arguments, **{"part": "part0"} | options)
-    for message, tensors in (
-        ("rank 0: k is torch.float64; it must be torch.float32", (q, q.double(), q)),
-        ("rank 0: q is torch.float64; it must be .* in part4", (q.double(),) * 3),
-    ):
-        with pytest.raises(TypeError, match=message):
-            parallel.attention("ring", *tensors)
+    with pytest.raises(TypeError, match="rank 0: k is torch.float64; it must be torch.float32"):
+        parallel.attention("ring", q, q.double(), q)
     assert parallel.attention("ring", few, q, q, part="part0").shape == few.shape
 
 

@@ -19,20 +19,17 @@ STRUCTS = {
 }
 
 
-def read(header, name):
-    """The structure, and its fields and those above them."""
-    file = ROOT / header
-    struct = structs.structure(file if file.exists() else structs.CSRC / header, name.split("<")[0])
-    return struct, [field for each in reversed(struct.__mro__) for field, _ in vars(each).get("_fields_", ())]
+def fields(struct):
+    """Its fields and those above them, each a name and a type."""
+    return [field for each in reversed(struct.__mro__) for field in vars(each).get("_fields_", ())]
 
 
 def offsets(struct, start=0):
     """Where each number begins and how many bytes it has, those of structs in it one by one."""
     found = []
-    for each in reversed(struct.__mro__):
-        for name, kind in vars(each).get("_fields_", ()):
-            at = start + getattr(struct, name).offset
-            found += offsets(kind, at) if hasattr(kind, "_fields_") else [(at, ctypes.sizeof(kind))]
+    for name, kind in fields(struct):
+        at = start + getattr(struct, name).offset
+        found += offsets(kind, at) if hasattr(kind, "_fields_") else [(at, ctypes.sizeof(kind))]
     return found
 
 
@@ -40,9 +37,11 @@ def test_sizes_and_offsets_are_the_compilers(extension, tmp_path):
     mine, expressions = [], []
     for header, names in STRUCTS.items():
         for name in names:
-            struct, fields = read(header, name)
-            mine += [ctypes.sizeof(struct), *(getattr(struct, field).offset for field in fields)]
-            expressions += [f"sizeof({name})", *(f"offsetof({name}, {field})" for field in fields)]
+            file = ROOT / header if "/" in header else structs.CSRC / header
+            struct = structs.structure(file, name.split("<")[0])
+            names_of = [field for field, _ in fields(struct)]
+            mine += [ctypes.sizeof(struct), *(getattr(struct, field).offset for field in names_of)]
+            expressions += [f"sizeof({name})", *(f"offsetof({name}, {field})" for field in names_of)]
     includes = "".join(f'#include "{header}"\n' for header in STRUCTS)
     text = f"{includes}#include <cstddef>\nextern const unsigned long N[] = {{{', '.join(expressions)}}};\n"
     source, library = tmp_path / "sizes.cpp", tmp_path / "sizes.so"
