@@ -207,7 +207,7 @@ class Trainer:
             batch=self.batch,
             vocab_size=config.vocab_size,
             threads=torch.get_num_threads(),
-            **recipe.optimizer(),
+            settings=np.hstack([*recipe.optimizer().values()]).tolist(),
         )
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:

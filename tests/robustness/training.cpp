@@ -74,7 +74,7 @@ Stepped run(const Case& c, int threads, Random& memory) {
 
     Guarded scratch(training::scratch_floats(s), memory);
     const training::Settings settings{
-        c.clip, 0.01, 0.01, 0.01, 0.1, 0.95, 0.9, 0.99, 1e-8, {3.4445f, -4.7750f, 2.0315f}, 1e-7f};
+        c.clip, 0.01, 0.01, 0.01, 0.1, 0.95, 0.9, 0.99, 1e-8, {3.4445, -4.7750, 2.0315}, 1e-7};
     training::TrainingStep step{s, settings, {}, scratch.data};
     const std::vector<training::Shape> shapes = training::shapes(s);
     std::vector<float> updates(shapes.size());

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -38,14 +40,13 @@ class TrainingStep {
     }
 
   public:
-    // options: the model's shape, sizes and settings, by their names in training_step.h.
+    // options: the model's shape and sizes by their names, settings as a list in training_step.h's order.
     TrainingStep(std::vector<Arrays> arrays, const py::kwargs& options) : kept(std::move(arrays)) {
         const auto size = [&](const char* name) {
             const int64_t n = options[name].cast<int64_t>();
             check(name, n, 1, INT32_MAX);
             return n;
         };
-        const auto number = [&](const char* name) { return options[name].cast<double>(); };
         const ModelShape s{size("block_size"), size("vocab_size"), size("n_layer"), size("n_head"),
                            size("n_embd")};
         s.check();
@@ -54,18 +55,9 @@ class TrainingStep {
         const int64_t window = options["window"].cast<int64_t>();
         step.sizes = {B,  s.block_size, s.vocab_size, s.n_embd, s.n_head,          s.n_layer,
                       br, bc,           threads,      window,   on_pytorch_threads};
-        const auto betas = options["betas"].cast<std::pair<double, double>>();
-        step.settings = {number("clip"),
-                         number("muon_rate"),
-                         number("adam_rate"),
-                         number("position_rate"),
-                         number("weight_decay"),
-                         number("momentum"),
-                         betas.first,
-                         betas.second,
-                         number("epsilon"),
-                         options["quintic"].cast<std::array<float, 3>>(),
-                         options["least_norm"].cast<float>()};
+        constexpr size_t SETTINGS = sizeof(training::Settings) / sizeof(double);
+        const auto settings = options["settings"].cast<std::array<double, SETTINGS>>();
+        std::memcpy(&step.settings, settings.data(), sizeof step.settings);
         const std::vector<training::Shape> shapes = training::shapes(step.sizes);
         for (size_t i = 0; i < shapes.size(); i++) step.parameters.push_back(parameter(i, shapes[i]));
         scratch = Buffer(training::scratch_floats(step.sizes));

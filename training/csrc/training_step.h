@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -50,11 +49,11 @@ struct Parameter {
 };
 
 // clip: gradients with a larger norm are scaled to this one. The rates are the learning rates' peaks. quintic,
-// least_norm: as in training/muon.py.
+// least_norm: as in training/muon.py. Recipe.optimizer() of training/recipe.py has the same order.
 struct Settings {
     double clip, muon_rate, adam_rate, position_rate, weight_decay, momentum, beta_1, beta_2, epsilon;
-    std::array<float, 3> quintic;
-    float least_norm;
+    double quintic[3];
+    double least_norm;
 };
 
 struct Result {

@@ -64,8 +64,10 @@ void product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t rows, int64
 }
 
 // Q after `iterations` on A, which is overwritten.
-void polynomial(Workspace& w, int iterations, const std::array<float, 3>& quintic) {
-    const auto [first, third, fifth] = quintic;
+void polynomial(Workspace& w, int iterations, const double* quintic) {
+    const auto first = static_cast<float>(quintic[0]);
+    const auto third = static_cast<float>(quintic[1]);
+    const auto fifth = static_cast<float>(quintic[2]);
     const int64_t n = w.n;
     for (int i = 0; i < iterations; i++) {
         symmetric_product(w.square, w.A, w.A, n);
@@ -90,7 +92,7 @@ void polynomial(Workspace& w, int iterations, const std::array<float, 3>& quinti
 
 // Replaces w.x, which is not 0, by about the nearest orthogonal matrix.
 void orthogonalize(Workspace& w, float norm, const Settings& settings) {
-    const float factor = 1 / (norm + settings.least_norm);
+    const float factor = 1 / (norm + static_cast<float>(settings.least_norm));
     for (int64_t r = 0; r < w.m; r++) portable::scale_row(w.x.data + r * w.x.ld, w.n, factor);
     for (const int iterations : w.stages()) {
         symmetric_product(w.A, {w.x.data, 1, w.x.ld}, {w.x.data, w.x.ld}, w.n, w.m);

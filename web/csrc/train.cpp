@@ -16,11 +16,9 @@ struct Training {
     int64_t floats;  // of the parameters
     double place;    // of the first window, a share of the text
 
-    Training(const training::Sizes& sizes, const double* settings, uint64_t seed) {
+    Training(const training::Sizes& sizes, const training::Settings& settings, uint64_t seed) {
         step.sizes = sizes;
-        const double* s = settings;
-        step.settings = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], {}, static_cast<float>(s[12])};
-        for (size_t i = 0; i < 3; i++) step.settings.quintic[i] = static_cast<float>(s[9 + i]);
+        step.settings = settings;
         const std::vector<training::Shape> shapes = training::shapes(sizes);
         floats = std::accumulate(shapes.begin(), shapes.end(), int64_t{0},
                                  [](int64_t sum, const training::Shape& shape) { return sum + shape.count; });
@@ -42,11 +40,10 @@ struct Training {
 
 }  // namespace
 
-// settings: training::Settings in its order.
 EXPORT(open_training)
 Training* page_open_training(int32_t B, int32_t T, int32_t V, int32_t C, int32_t H, int32_t L, int32_t br,
-                             int32_t bc, uint64_t seed, const double* settings) {
-    return new Training({B, T, V, C, H, L, br, bc, /* threads */ 1}, settings, seed);
+                             int32_t bc, uint64_t seed, const training::Settings* settings) {
+    return new Training({B, T, V, C, H, L, br, bc, /* threads */ 1}, *settings, seed);
 }
 
 EXPORT(training_place) double page_training_place(const Training* training) { return training->place; }
