@@ -9,7 +9,9 @@
 #include "sampling.h"
 #include "team.h"
 
+struct DecoderSizes;
 struct Handle;
+struct ModelShape;
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -19,12 +21,11 @@ const char* decoder_error(int* kind);
 
 const char* decoder_simd_name();
 
-// sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes,
-// tanh_gelu, window. The tensors have names, data, numbers of floats and layouts; they are copied. A layout is
-// the sum of 1 if it is transposed, and 2 if its file is mapped, whose pages are released. Null if it fails.
-Handle* decoder_open(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
-                     int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
-                     const int64_t* layouts);
+// The tensors have names, data, numbers of floats and layouts; they are copied. A layout is the sum of 1 if it
+// is transposed, and 2 if its file is mapped, whose pages are released. Null if it fails.
+Handle* decoder_open(const ModelShape* shape, const DecoderSizes* sizes, const char* precision,
+                     const char* kv_cache, const char* part, int64_t tensors, const char* const* names,
+                     const float* const* data, const int64_t* floats, const int64_t* layouts);
 void decoder_close(Handle* decoder);
 
 // logprobs, and top of decoder_begin(): NO_LOGPROB, or how many alternatives each has.

@@ -69,9 +69,9 @@ const char* decoder_error(int* kind) {
 }
 
 const char* decoder_simd_name() { return simd::name(); }
-Handle* decoder_open(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
-                     int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
-                     const int64_t* layouts) try {
+Handle* decoder_open(const ModelShape* shape, const DecoderSizes* sizes, const char* precision,
+                     const char* kv_cache, const char* part, int64_t tensors, const char* const* names,
+                     const float* const* data, const int64_t* floats, const int64_t* layouts) try {
     const Tensors lookup = [&](const std::string& name, int64_t wanted) -> Tensor {
         for (int64_t i = 0; i < tensors; i++) {
             if (name != names[i]) continue;
@@ -83,10 +83,9 @@ Handle* decoder_open(const int64_t* sizes, const char* precision, const char* kv
         if (bias || name == "lm_head.weight") return nullptr;
         throw std::invalid_argument("tensors has no " + name);
     };
-    return new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[11] != 0, sizes[12]},
-                      lookup, find("precision", precision, PRECISIONS).precision,
+    return new Handle(*shape, lookup, find("precision", precision, PRECISIONS).precision,
                       find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
-                      DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
+                      *sizes);
 } catch (...) {
     failed();
     return nullptr;

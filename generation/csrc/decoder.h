@@ -105,7 +105,7 @@ struct Token {
 };
 
 // br, bc: a tiled part's tile. slots: the number of texts, of up to `capacity` tokens each, or without an end.
-// cache_bytes: the size of the processor's last-level cache.
+// cache_bytes: the size of the processor's last-level cache. Python fills it as an array of numbers.
 struct DecoderSizes {
     int64_t br, bc, slots, capacity, threads, cache_bytes;
 };

@@ -119,9 +119,8 @@ class Decoder:
         self._lock = threading.Lock()
         self._c = library(helpers)
         self.description = extension.describe_helpers(self._c.decoder_simd_name().decode(), self.threads)
-        shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
+        shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.tanh_gelu, c.window or 0)
         room = self.slots, self.capacity, self.threads, processor.caches()[-1].size
-        sizes = (*shape, *tile, *room, c.tanh_gelu, c.window or 0)
         tensors = dict(model.weights)
         for tensor, data in tensors.items():
             if data.dtype != "float32":
@@ -129,7 +128,8 @@ class Decoder:
             if not data.flags.c_contiguous and not data.flags.f_contiguous:
                 raise ValueError(f"{tensor} has gaps; it or its transpose must be contiguous")
         self._handle = self._c.decoder_open(
-            integers(sizes),
+            integers(shape),
+            integers((*tile, *room)),
             options.weights.encode(),
             options.kv_cache.encode(),
             str(options.row.operator).encode(),

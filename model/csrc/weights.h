@@ -7,10 +7,11 @@
 
 #include "linear.h"
 
+// Python fills it as an array of numbers.
 struct ModelShape {
     int64_t block_size, vocab_size, n_layer, n_head, n_embd;
-    bool tanh_gelu = false;
-    int64_t window = 0;  // keys that a query sees in an endless model, whose positions have no table; else 0
+    int64_t tanh_gelu = 0;  // or 1
+    int64_t window = 0;     // keys that a query sees in an endless model, whose positions have no table; else 0
 
     void check() const;  // rejects a size that is out of range
 };

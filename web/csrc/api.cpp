@@ -31,7 +31,7 @@ EXPORT(release) void page_release(void* memory) { std::free(memory); }
 EXPORT(open_checkpoint)
 Checkpoint* page_open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_layer, int32_t n_head,
                                  int32_t n_embd, int32_t window) {
-    return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd, /* tanh_gelu */ false, window}, {}};
+    return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd, /* tanh_gelu */ 0, window}, {}};
 }
 
 // The memory into which the page writes the tensor's floats.
