@@ -53,6 +53,6 @@ class Uniforms {
         return static_cast<double>((upper << 32 | lower) & ((uint64_t{1} << 53) - 1)) * 0x1p-53;
     }
 
-  private:
+  protected:
     std::mt19937 bits;
 };

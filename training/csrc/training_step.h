@@ -78,11 +78,6 @@ struct TrainingStep {
     void update(double fraction, double average);
 };
 
-// Writes the values with which Trainer of training/trainer.py begins after torch.manual_seed(seed), to 1e-6.
-// The averages are the same. Returns the first place in the text, torch.rand()'s next number. At least 16
-// numbers in each matrix.
-double begin_values(const Sizes&, const std::vector<Parameter>&, uint64_t seed);
-
 int64_t gradients_scratch(const Sizes&);
 int64_t update_scratch(const Sizes&);
 inline int64_t scratch_floats(const Sizes& s) { return std::max(gradients_scratch(s), update_scratch(s)); }

@@ -1,4 +1,4 @@
-"""The weights before the first training step, by PyTorch's random numbers: csrc/initial.cpp in NumPy."""
+"""The weights before the first training step, by PyTorch's random numbers: web/csrc/initial.h in NumPy."""
 
 import math
 

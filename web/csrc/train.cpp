@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "initial.h"
 #include "page.h"
 #include "training/csrc/training_step.h"
 

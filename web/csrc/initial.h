@@ -2,17 +2,18 @@
 //
 // PyTorch draws a module's own weights before the GPT's: those draws are skipped. The head's weight is wte,
 // whose last values are the head's; c_proj's are drawn once more.
+#pragma once
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
-#include <random>
 #include <vector>
 
-#include "training_step.h"
+#include "generation/csrc/sampling.h"
+#include "training/csrc/training_step.h"
 
 namespace training {
-namespace {
 
 constexpr int64_t TOGETHER = 16;  // numbers that PyTorch makes from as many draws
 constexpr float STD = 0.02f;      // of the weights
@@ -20,9 +21,9 @@ constexpr float PLACES = 0.1f;    // the largest number in the table of position
 constexpr float PI = 3.14159265358979323846f;
 
 // The stream of torch.manual_seed() on a CPU.
-class Random {
+class Random : public Uniforms {
   public:
-    explicit Random(uint64_t seed) : bits(static_cast<uint32_t>(seed)) {}
+    using Uniforms::Uniforms;
 
     void skip_uniform(int64_t count) { bits.discard(static_cast<uint64_t>(count)); }
     void skip_normal(int64_t count) { skip_uniform(count + (count % TOGETHER ? TOGETHER : 0)); }
@@ -37,15 +38,7 @@ class Random {
         transform(last, std);
     }
 
-    // In [0, 1), as torch.rand(dtype=torch.float64)
-    double next() {
-        const uint64_t upper = bits(), lower = bits();
-        return static_cast<double>((upper << 32 | lower) & ((uint64_t{1} << 53) - 1)) * 0x1p-53;
-    }
-
   private:
-    std::mt19937 bits;
-
     float uniform() { return static_cast<float>(bits() & ((1u << 24) - 1)) * 0x1p-24f; }
 
     // Box & Muller 1958
@@ -59,7 +52,7 @@ class Random {
 };
 
 // Vaswani et al.'s position encoding (T, C), times PLACES.
-void sinusoids(float* to, int64_t T, int64_t C) {
+inline void sinusoids(float* to, int64_t T, int64_t C) {
     const float step = static_cast<float>(-std::log(10'000.0) / static_cast<double>(C));
     for (int64_t t = 0; t < T; t++)
         for (int64_t c = 0; c < C; c++) {
@@ -69,9 +62,10 @@ void sinusoids(float* to, int64_t T, int64_t C) {
         }
 }
 
-}  // namespace
-
-double begin_values(const Sizes& s, const std::vector<Parameter>& parameters, uint64_t seed) {
+// Writes the values with which Trainer of training/trainer.py begins after torch.manual_seed(seed), to 1e-6.
+// The averages are the same. Returns the first place in the text, torch.rand()'s next number. At least 16
+// numbers in each matrix. The model has a table of positions.
+inline double begin_values(const Sizes& s, const std::vector<Parameter>& parameters, uint64_t seed) {
     Random random(seed);
     const float residual = STD / std::sqrt(2 * static_cast<float>(s.L));
     const Parameter& places = parameters[WPE];
@@ -97,7 +91,7 @@ double begin_values(const Sizes& s, const std::vector<Parameter>& parameters, ui
     };
     for (const Parameter& p : parameters) std::fill_n(p.value, p.shape.count, 1.0f);  // the norms'
     model();
-    if (s.window == 0) sinusoids(places.value, s.T, s.C);
+    sinusoids(places.value, s.T, s.C);
     for (const Parameter& p : parameters) std::copy_n(p.value, p.shape.count, p.average);
     model();
     for (const Parameter& p : parameters) std::copy_n(p.average, p.shape.count, p.value);
