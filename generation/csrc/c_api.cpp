@@ -120,7 +120,7 @@ bool decoder_write_rows(Handle* decoder, int64_t count, const int64_t* slots, in
     for (int64_t i = 0; i < rows; i++) numbers.emplace_back(uniforms + i * count, uniforms + (i + 1) * count);
     const auto limit = seconds ? std::optional(*seconds) : std::nullopt;
     const auto chosen = decoder->write({slots, slots + count}, numbers, limit);
-    *written = static_cast<int64_t>(chosen.size());
+    *written = chosen.size();
     for (const std::vector<int64_t>& row : chosen) tokens = std::copy(row.begin(), row.end(), tokens);
     return true;
 } catch (...) {
@@ -153,7 +153,7 @@ bool decoder_logits(Handle* decoder, int64_t slot, float* to) try {
 
 bool decoder_take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) try {
     decoder->logprobs = decoder->take_logprobs(slot);
-    *count = static_cast<int64_t>(decoder->logprobs.size());
+    *count = decoder->logprobs.size();
     *top = 0;
     for (const TokenLogprob& row : decoder->logprobs) *top = std::max<int64_t>(*top, row.top.size());
     return true;
@@ -178,7 +178,7 @@ bool decoder_record(Handle* decoder, bool on) { GUARDED(decoder->record(on)) }
 
 bool decoder_take_spans(Handle* decoder, int64_t* count, const Span** spans) try {
     decoder->spans_taken = decoder->spans();
-    *count = static_cast<int64_t>(decoder->spans_taken.size());
+    *count = decoder->spans_taken.size();
     *spans = decoder->spans_taken.data();
     return true;
 } catch (...) {

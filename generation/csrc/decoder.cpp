@@ -116,7 +116,7 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
 Decoder::~Decoder() = default;
 
 Slot& Decoder::slot_of(const char* name, int64_t slot) {
-    check(name, slot, 0, static_cast<int64_t>(slots.size()) - 1);
+    check(name, slot, 0, slots.size() - 1);
     return slots[slot];
 }
 
@@ -137,12 +137,11 @@ void Decoder::drop(int64_t slot) { slot_of("slot", slot).prompt.reset(); }
 
 TokenRows Decoder::write(const std::vector<int64_t>& batch, const UniformRows& uniforms,
                          std::optional<double> seconds) {
-    const int64_t all = static_cast<int64_t>(batch.size()), most = static_cast<int64_t>(uniforms.size());
+    const int64_t all = batch.size(), most = uniforms.size();
     if (seconds && !(*seconds >= 0)) refuse("seconds must be at least 0");
     for (const std::vector<double>& row : uniforms) {
         if (row.size() != batch.size())
-            refuse("the number of uniforms", static_cast<int64_t>(row.size()),
-                   "the number of slots, " + std::to_string(all));
+            refuse("the number of uniforms", row.size(), "the number of slots, " + std::to_string(all));
         for (const double u : row)
             if (!(u >= 0 && u < 1)) refuse("a uniform is outside [0, 1)");
     }

@@ -26,7 +26,7 @@ struct Growing {
 class Decoder::Drafting {
   public:
     Drafting(Decoder& decoder, const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t most)
-        : most(static_cast<size_t>(most)), decoder(decoder), uniforms(uniforms) {
+        : most(most), decoder(decoder), uniforms(uniforms) {
         for (const int64_t slot : batch) texts.push_back({slot, texts.size()});
         const Timed timed(decoder.trace, "sampling", 0);
         for (Growing& text : texts)
@@ -48,7 +48,7 @@ class Decoder::Drafting {
             if (text.written.size() < most) active.push_back(&text);
         if (active.empty()) return false;
         const auto start = Clock::now();
-        const int64_t texts_of_step = static_cast<int64_t>(active.size());
+        const int64_t texts_of_step = active.size();
         const int64_t rows = texts_of_step + guess(texts_of_step);
         const std::vector<Token> tokens = tokens_of_step();
         decoder.pass(tokens);

@@ -10,7 +10,7 @@
 
 void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool continues, int64_t top) {
     Slot& slot = slot_of("slot", number);
-    check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
+    check("the number of ids", ids.size(), 1, capacity);
     for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
     if (!continues) {
         std::fill(slot.occurrences.seen.begin(), slot.occurrences.seen.end(), 0);
@@ -27,7 +27,7 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     slot.prompt.reset();
     // What is far behind decides nothing, unless log-probabilities are wanted; whole tiles of it are left out,
     // so that the others' bits stay.
-    const int64_t all = static_cast<int64_t>(ids.size()), reach = shape.n_layer * (shape.window - 1) + 1;
+    const int64_t all = ids.size(), reach = shape.n_layer * (shape.window - 1) + 1;
     const bool needs_all = shape.window == 0 || top >= 0;
     const int64_t T = all - (needs_all ? 0 : std::max<int64_t>(0, all - reach) / br * br);
     const int64_t C = shape.n_embd, chunk = std::min(br, T);

@@ -67,7 +67,7 @@ const std::vector<double>& weigh(const float* logits, const Occurrences& occurre
     if (!numbers || std::isinf(*best))
         refuse("logits hold NaN, or the largest is infinite; they must be numbers");
     if (s.temperature == 0) {
-        const auto first = static_cast<size_t>(best - weight.begin());
+        const auto first = best - weight.begin();
         weight.assign(n, 0);
         weight[first] = 1;
         return weight;

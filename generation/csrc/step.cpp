@@ -97,7 +97,7 @@ void Decoder::pack_for(int members) {
 }
 
 void Decoder::pass(const std::vector<Token>& tokens) {
-    const int64_t count = static_cast<int64_t>(tokens.size());
+    const int64_t count = tokens.size();
     bool apart = true;
     for (int64_t r = 1; r < count; r++) apart &= tokens[r].slot != tokens[r - 1].slot;
     size_t logarithm = 0;
@@ -120,7 +120,7 @@ void Decoder::pass(const std::vector<Token>& tokens) {
 }
 
 std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& batch) const {
-    const int64_t all = static_cast<int64_t>(batch.size()), share = (all + threads - 1) / threads;
+    const int64_t all = batch.size(), share = (all + threads - 1) / threads;
     int64_t longest = 1;
     for (const int64_t slot : batch) longest = std::max(longest, length(slot));
     const double text = static_cast<double>(shape.n_layer * shape.n_head) *
@@ -138,7 +138,7 @@ std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& batch) const {
 
 void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t count,
                            TokenRows& tokens) {
-    const size_t begin = tokens.size(), end = static_cast<size_t>(count);
+    const size_t begin = tokens.size(), end = count;
     if (begin == end) return;
     tokens.resize(end, std::vector<int64_t>(batch.size()));
     const std::vector<int64_t> starts = groups(batch);
@@ -146,7 +146,7 @@ void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows&
     // A token for each slot of group g.
     const auto write = [&](int64_t g, int64_t thread, const double* uniform, int64_t* chosen) {
         const std::vector<Token> texts = behind(batch.data() + starts[g], batch.data() + starts[g + 1]);
-        const int64_t size = static_cast<int64_t>(texts.size());
+        const int64_t size = texts.size();
         if (size > 0) {
             embed_rows(texts, starts[g], thread);
             Member alone(trace, static_cast<int>(thread));
@@ -162,7 +162,7 @@ void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows&
         spent[g] = Clock::now() - start;
     };
     Pieces left;
-    team->run(threads, [parts = static_cast<int64_t>(spent.size()), &left, &write_all](Member& member) {
+    team->run(threads, [parts = spent.size(), &left, &write_all](Member& member) {
         member.run(parts, &left, [&](int64_t g) { write_all(g, member.thread); });
     });
     const auto longest = *std::max_element(spent.begin(), spent.end());

@@ -82,8 +82,8 @@ class Gradients {
 
     // The losses; if it goes on, also what follows them in a block of rows.
     void forward(Worker& m, bool goes_on) {
-        m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
-            const auto [weight, panel] = to_pack[static_cast<size_t>(i)];
+        m.run(to_pack.size(), [&](int64_t i) {
+            const auto [weight, panel] = to_pack[i];
             weight->pack(panel);
             m.lap("packing");
         });
@@ -138,8 +138,8 @@ class Gradients {
     Block block(int64_t i) const { return {i * block_rows, std::min(block_rows, s.rows() - i * block_rows)}; }
     int64_t id(int64_t row) const { return tokens[row + row / s.T]; }
     int64_t target(int64_t row) const { return tokens[row + row / s.T + 1]; }
-    const Layer& layer(int64_t l) const { return memory.layers[static_cast<size_t>(l)]; }
-    const ThreadScratch& own(const Worker& m) const { return memory.threads[static_cast<size_t>(m.thread)]; }
+    const Layer& layer(int64_t l) const { return memory.layers[l]; }
+    const ThreadScratch& own(const Worker& m) const { return memory.threads[m.thread]; }
 
     void embed(Block b) const {
         for (int64_t r = b.first; r < b.end(); r++) {
@@ -361,21 +361,21 @@ class Gradients {
                 add_places(i - tiles - columns);
             m.lap("embedding");
         });
-        m.run(static_cast<int64_t>(weights.size()), [&](int64_t i) {
-            const Weight& W = *weights[static_cast<size_t>(i)];
+        m.run(weights.size(), [&](int64_t i) {
+            const Weight& W = *weights[i];
             if (W.norm) add_parts(W);
             m.lap("norm");
         });
-        m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
-            const Chunk& chunk = chunks[static_cast<size_t>(i)];
-            squares[static_cast<size_t>(i)] = static_cast<double>(
+        m.run(chunks.size(), [&](int64_t i) {
+            const Chunk& chunk = chunks[i];
+            squares[i] = static_cast<double>(
                 sum_of(chunk.count, [&](int64_t j) { return chunk.data[j] * chunk.data[j]; }));
             m.lap("clipping");
         });
         const float factor = static_cast<float>(clip / (norm() + 1e-6));  // as PyTorch does
         if (factor >= 1) return;
-        m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
-            const Chunk& chunk = chunks[static_cast<size_t>(i)];
+        m.run(chunks.size(), [&](int64_t i) {
+            const Chunk& chunk = chunks[i];
             portable::scale_row(chunk.data, chunk.count, factor);
             m.lap("clipping");
         });

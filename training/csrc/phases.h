@@ -64,13 +64,13 @@ class Worker {
 template <class Work>
 void run_phases(int64_t most, int threads, Pool* pool, std::map<std::string, double>& seconds,
                 const Work& work) {
-    std::vector<Phase> phases(static_cast<size_t>(most));
-    std::vector<std::map<std::string, double>> spent(static_cast<size_t>(threads));
+    std::vector<Phase> phases(most);
+    std::vector<std::map<std::string, double>> spent(threads);
     const auto body = [&](int thread) {
         const NoDenormals flushed;
         Worker worker(phases, thread);
         work(worker);
-        worker.add_to(spent[static_cast<size_t>(thread)]);
+        worker.add_to(spent[thread]);
     };
     pool ? pool(threads, body) : body(0);
     for (const auto& own : spent)

@@ -211,8 +211,8 @@ void TrainingStep::update(double fraction, double average) {
     const int64_t own = thread_scratch(sizes);
     const Update every{settings, fraction, average};
     run_phases(1, sizes.threads, sizes.pool, seconds, [&](Worker& m) {
-        m.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
-            const auto [parameter, number, cost] = pieces[static_cast<size_t>(i)];
+        m.run(pieces.size(), [&](int64_t i) {
+            const auto [parameter, number, cost] = pieces[i];
             if (cost > 0) {
                 muon(*parameter, number, every, scratch + m.thread * own);
             } else {

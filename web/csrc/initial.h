@@ -70,7 +70,7 @@ inline double begin_values(const Sizes& s, const std::vector<Parameter>& paramet
     const float residual = STD / std::sqrt(2 * static_cast<float>(s.L));
     const Parameter& places = parameters[WPE];
     const auto normal = [&](int64_t i, float std) {
-        const Parameter& p = parameters[static_cast<size_t>(i)];
+        const Parameter& p = parameters[i];
         random.normal(p.value, p.shape.count, std);
     };
     const auto layers = [&](std::initializer_list<int64_t> matrices, float std) {

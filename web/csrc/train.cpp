@@ -24,7 +24,7 @@ struct Training {
         floats = std::accumulate(shapes.begin(), shapes.end(), int64_t{0},
                                  [](int64_t sum, const training::Shape& shape) { return sum + shape.count; });
         memory = Buffer(5 * floats);
-        updates = Buffer(static_cast<int64_t>(shapes.size()));
+        updates = Buffer(shapes.size());
         scratch = Buffer(training::scratch_floats(sizes), true);
         step.scratch = scratch;
         averages = memory + 2 * floats;
