@@ -114,6 +114,18 @@ const wallOf = async (count) => {
   await page.click("#wall-form button");
   await says("wall-status", " texts by ");
 };
+const VIEWS = ["write", "wall", "race", "attention", "tiles", "script", "measure", "train"];
+const showAny = async (view) => {
+  if (view !== "script") return show(view);
+  await page.click("#as-script");
+  await says("script-status", "It computes");
+};
+const raced = async () => {
+  await show("race");
+  await page.click("#race-form button");
+  await says("race-status", "Attention alone");
+  return textsOf(".lane .written");
+};
 const barsAreShown = () => until("the bars", () => document.getElementById("bars").ariaBusy === "false");
 const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
@@ -268,10 +280,7 @@ const scenarios = {
 
   async race({ window, count }) {
     await open({ length: 5, window, count }, 5);
-    await show("race");
-    await page.click("#race-form button");
-    await says("race-status", "Attention alone");
-    const [texts, times] = [await textsOf(".lane .written"), await textsOf(".lane > p")];
+    const [texts, times] = [await raced(), await textsOf(".lane > p")];
     return { texts, times, bars: await numberOf("#alone tr"), status: await textOf("race-status") };
   },
 
@@ -434,7 +443,7 @@ const scenarios = {
   // A run with a pause and a stop, its download, the model in Write, Race and Tiles, and the download dropped in again; before that
   // what the page says of wrong texts.
   async train({ wrong, files, text, choices, zip }) {
-    await open({ ...choices, length: 20 }, 20);
+    await open({ ...choices, length: 20, count: 8 }, 20);
     await show("train");
     const made = { said: [] };
     for (const given of wrong) {
@@ -476,11 +485,7 @@ const scenarios = {
     await changes("text-new", before);
     await written(20);
     made.text = await textOf("text-new");
-    await show("race");
-    await page.selectOption("#count", "8");
-    await page.click("#race-form button");
-    await says("race-status", "Attention alone");
-    made.raced = await textsOf(".lane .written");
+    made.raced = await raced();
     await show("tiles");
     await framesAreThere();
     await show("write");
@@ -496,10 +501,8 @@ const scenarios = {
     const source = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
     await open({ length: 40 }, 40);
     const found = [];
-    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure", "train"]) {
-      if (view === "script") {
-        await page.click("#as-script");
-      } else await show(view);
+    for (const view of VIEWS) {
+      await showAny(view);
       if (view === "wall") await wallOf();
       await page.evaluate(source);
       const { violations } = await page.evaluate(() => globalThis.axe.run());
@@ -521,11 +524,8 @@ const scenarios = {
   async tabs() {
     await open({ length: 40 }, 40);
     const made = {};
-    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure", "train"]) {
-      if (view === "script") {
-        await page.click("#as-script");
-        await says("script-status", "It computes");
-      } else await show(view);
+    for (const view of VIEWS) {
+      await showAny(view);
       if (view === "attention") await changes("heat-status", "");
       if (view === "tiles") await framesAreThere();
       const count = await page.evaluate(() => {

@@ -49,6 +49,7 @@ def test_damaged_weights_are_refused_where_python_refuses_them(node, directory):
     whole, agreed = file.read_bytes(), 0
     header = 8 + int.from_bytes(whole[:8], "little")
     damaged = [whole[:n] for n in (0, 7, 8, header - 1, header, len(whole) - 1)] + [whole + b"x"]
+    damaged.append((2**62).to_bytes(8, "little") + whole[8:])
     for _ in range(150):
         at = rng.randrange(header)
         damaged.append(whole[:at] + bytes([rng.randrange(256)]) + whole[at + 1 :])
@@ -99,6 +100,7 @@ def test_what_other_programs_write_is_read_as_in_python(node, directory):
         (rest | {"transformer.wte.weight": torch.cat([wte, wte])}, {"vocab_size": 22}, True),
         (weights | {f"module.{NAME}": weights[NAME]}, {}, False),
         (weights, {"rope": True}, False),
+        (weights | {NAME: torch.full_like(weights[NAME], torch.nan)}, {}, False),
         ({name: w for name, w in weights.items() if not name.endswith(".bias")}, {"bias": None}, True),
     ):
         safetensors.torch.save_file({name: w.clone() for name, w in tensors.items()}, file)

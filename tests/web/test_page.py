@@ -281,11 +281,8 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     (tmp_path / "tiny" / SUMS).unlink()
     whole = (tmp_path / "tiny" / names[2]).read_bytes()
     huge = {name: torch.full_like(w, 3e38) if ".mlp." in name else w for name, w in weights.items()}
-    nan = weights | {"transformer.wpe.weight": torch.full_like(weights["transformer.wpe.weight"], torch.nan)}
     contents = {
         "truncated": (whole[:-100], "It has"),
-        "hostile": ((2**62).to_bytes(8, "little") + whole[8:], "its header claims 4611686018427388000 bytes"),
-        "nan": (safetensors.torch.save(nan), "Transformer.wpe.weight holds NaN or infinity."),
         "overflow": (safetensors.torch.save(huge), "Logits hold NaN"),
     }
     cases = []
@@ -293,11 +290,9 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / names[2]).write_bytes(content)
         cases.append([*fine[:2], str(tmp_path / name / names[2])])
-    (tmp_path / "config.json").write_text(json.dumps({"block_size": -1}))
-    cases += [[str(tmp_path / "config.json"), *fine[1:]], fine[:1]]
+    cases.append(fine[:1])
     made = visit("files", cases=cases, fine=fine)
-    expected = [said for _, said in contents.values()]
-    expected += ["block_size is -1", "with its config.json and meta.json"]
+    expected = [*(said for _, said in contents.values()), "with its config.json and meta.json"]
     for said, part in zip(made["said"], expected, strict=True):
         assert part.lower() in said.lower() and said[0].isupper() and said.endswith(".")
     assert made["text"] == generate(load(str(tmp_path / "tiny")), "abc", 5, temperature=0.8, top_k=65)
