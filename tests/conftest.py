@@ -22,7 +22,7 @@ import cuda_on_cpu
 import pooch  # noqa: F401  (its log keeps the stream of its import, which a test would close)
 import pytest
 import torch
-from support import ROOT, Done, found_program, or_skip
+from support import KERNELS, ROOT, Done, found_program, or_skip
 
 from shakespeare.app import cli as command_line
 from shakespeare.attention_ext import PARTS, default_tile, extension
@@ -100,7 +100,7 @@ def part(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=[name for name, part in PARTS.items() if part.operator])
+@pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, extension: None) -> str:
     return request.param
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext import PARTS, BuildError
 from shakespeare.lab.bench.gpu_bench import smaller
 from shakespeare.lab.bench.plan import Cell, plan
 from shakespeare.lab.bench.results import Result, Run
@@ -22,6 +22,7 @@ from shakespeare.lab.timing import Clock
 from shakespeare.lab.traffic import COUNTS
 
 ROOT = Path(__file__).resolve().parent.parent
+KERNELS = [name for name, part in PARTS.items() if part.operator]  # the parts that are compiled
 
 
 class Done(NamedTuple):

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 import oracle
 import pytest
 import torch
-from support import or_skip
+from support import KERNELS, or_skip
 
-from shakespeare.attention_ext import PARTS, SIMD, attention, extension
+from shakespeare.attention_ext import SIMD, attention, extension
 from shakespeare.attention_ext.parts import Dtype, able
-
-KERNELS = [name for name, part in PARTS.items() if part.operator]
 
 
 @dataclass(frozen=True)

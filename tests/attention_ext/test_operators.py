@@ -6,12 +6,10 @@ import threading
 import oracle
 import pytest
 import torch
-from support import full
+from support import KERNELS, full
 from torch import library as torch_library
 
 from shakespeare.attention_ext import PARTS, attention, operator
-
-KERNELS = [name for name, part in PARTS.items() if part.operator]
 
 
 def arguments(kernel, **change):
