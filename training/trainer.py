@@ -23,7 +23,7 @@ from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
 from shakespeare.model.loss import evaluate
-from shakespeare.training.cuda.initial import sinusoids
+from shakespeare.training.cuda.initial import Floats, sinusoids
 from shakespeare.training.muon import Muon, States
 from shakespeare.training.recipe import BETAS, CLIP, EPSILON, GOLDEN, MOMENTUM, SIZES, Recipe
 
@@ -171,11 +171,11 @@ class Trainer:
         self._losses.zero_()
         return total
 
-    def averages(self) -> dict[str, NDArray[np.float32]]:
+    def averages(self) -> dict[str, Floats]:
         """A copy of the average's weights, by name."""
         return {name: weight.copy() for name, weight in self.averaged.weights.items()}
 
-    def set_averages(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
+    def set_averages(self, weights: Mapping[str, Floats]) -> None:
         """Let the average have these weights."""
         tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
         self.averaged.load_state_dict(tensors, strict=False)  # the head's are the embedding's

@@ -23,8 +23,8 @@ from shakespeare.attention_ext.cuda.driver import Memory, launch_prepared, synch
 from shakespeare.attention_ext.cuda.driver import gpu as gpu
 from shakespeare.attention_ext.parts import Precision
 from shakespeare.generation.engines import layouts
-from shakespeare.generation.engines.engine import EngineOptions
-from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
+from shakespeare.generation.engines.engine import EngineOptions, Floats
+from shakespeare.generation.engines.layouts import Grid, Launch, Layout
 from shakespeare.generation.engines.slots import PLACES, ROW, Prompt, Slots
 from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint

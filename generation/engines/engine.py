@@ -24,6 +24,7 @@ Name = TypeVar("Name", Precision, CachePrecision)
 MOST_SLOTS = 65_536
 ENDLESS = 2**62  # the capacity of an endless model's texts, in tokens
 Tokens = NDArray[Any]  # whole numbers, (rows, slots)
+Floats = NDArray[np.float32]
 
 
 class Unfit(ValueError):

@@ -14,13 +14,11 @@ from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
-from shakespeare.generation.engines.engine import check_plain
+from shakespeare.generation.engines.engine import Floats, check_plain
 from shakespeare.generation.engines.slots import CONSTANTS, ROW, Unfit
 from shakespeare.model import draft
 from shakespeare.model.checkpoint import bf16_bits
 from shakespeare.model.config import EMBEDDING, GPTConfig
-
-Floats = NDArray[np.float32]
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 CAPABILITY = (8, 0)  # the least that reduces integers in a warp

@@ -14,7 +14,7 @@ from torch import Tensor
 from shakespeare.attention_ext import attention, extension, operator
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from shakespeare.generation import sampling
-from shakespeare.generation.engines.engine import Engine, EngineOptions, member
+from shakespeare.generation.engines.engine import Engine, EngineOptions, Floats, member
 from shakespeare.generation.engines.graph import Step, captured
 from shakespeare.generation.engines.slots import Prompt, Slots
 from shakespeare.model.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ class TorchEngine(Slots):
         self.choose: Callable[..., Tensor] = sampling.choose  # lab/profile.py wraps it in a timer
 
     @torch.inference_mode()
-    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
+    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, Floats | None]:
         ids = torch.tensor([prompt.ids], device=self._device)
         if not prompt.continues:
             self._counts[slot] = 0
@@ -86,7 +86,7 @@ class TorchEngine(Slots):
     @torch.inference_mode()
     def _write(
         self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    ) -> tuple[NDArray[np.int64], Floats]:
         end = time.monotonic() + (SECONDS if seconds is None else seconds)
         waiting = at[self._pending[at] >= 0]
         samplings = [self._samplings[slot] for slot in at]
@@ -137,7 +137,7 @@ class TorchEngine(Slots):
         for buffer in (buffer for cache in self._caches for buffer in (cache.k, cache.v)):
             buffer[at, :, filled] = buffer[source, :, filled].clone()
 
-    def _logits_of(self, slot: int) -> NDArray[np.float32]:
+    def _logits_of(self, slot: int) -> Floats:
         return self._logits[slot].cpu().numpy()
 
     def _append_pending(self, slots: NDArray[np.int64]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.generation import logprobs
-from shakespeare.generation.engines.engine import Tokens, rows_of
+from shakespeare.generation.engines.engine import Floats, Tokens, rows_of
 from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.sampling import SETTINGS, Sampling
@@ -185,13 +185,13 @@ class Slots:
     def _read_prompts(self) -> None:
         """Read the prompts that wait; an engine whose `_at_once` is 0 has none."""
 
-    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
+    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, Floats | None]:
         """Read more of a prompt; how much is read, with a `top` also the logits after each (tokens, V)."""
         raise NotImplementedError
 
     def _write(
         self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
-    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    ) -> tuple[NDArray[Any], Floats]:
         """write() for checked arguments: the tokens (rows, slots), -1 for one that cannot be chosen.
 
         With `scored` also the logits that they were chosen from, (rows, slots, V).
@@ -202,7 +202,7 @@ class Slots:
         """Copy what the GPU has of a slot, and the prompt that waits there, to these other slots."""
         raise NotImplementedError
 
-    def _logits_of(self, slot: int) -> NDArray[np.float32]:
+    def _logits_of(self, slot: int) -> Floats:
         """A slot's latest logits, (V,)."""
         raise NotImplementedError
 

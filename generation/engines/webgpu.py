@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.driver import LOCK, MOST_GROUPS, Adapter, Source, opened
-from shakespeare.generation.engines.engine import EngineOptions, check_plain
+from shakespeare.generation.engines.engine import EngineOptions, Floats, check_plain
 from shakespeare.generation.engines.slots import CONSTANTS, PLACES, ROW, Prompt, Slots, Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
 
 if TYPE_CHECKING:
     from shakespeare.model.gpt import GPT
-
-Floats = NDArray[np.float32]
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
 FILES = ("decoder.wgsl", "sampling.wgsl")

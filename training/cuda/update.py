@@ -16,6 +16,7 @@ from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
+from shakespeare.training.cuda.initial import Floats
 from shakespeare.training.recipe import (
     BETAS,
     CLIP,
@@ -100,7 +101,7 @@ class Flat:
         self.value, self.gradient, self.average, self.first, self.second = (Array(end) for _ in FLAT)
         self.updates = Array(1)
 
-    def read(self, name: str) -> dict[str, NDArray[np.float32]]:
+    def read(self, name: str) -> dict[str, Floats]:
         """Each parameter's numbers in one of FLAT, in its shape."""
         numbers = getattr(self, name).read()
         return {
@@ -108,7 +109,7 @@ class Flat:
             for (each, shape), at in zip(self.shapes.items(), self.at.values())
         }
 
-    def write(self, name: str, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+    def write(self, name: str, arrays: Mapping[str, Floats]) -> None:
         """Replace what read() gives."""
         numbers = np.zeros(len(self.value), np.float32)
         for each, at in self.at.items():
