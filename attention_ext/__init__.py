@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from shakespeare.attention_ext import default_tile
+from shakespeare.attention_ext import default_tile, torch_func
 from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.checks import Sizes, check_tensors, finite, truth, type_text
 from shakespeare.attention_ext.parts import (
@@ -158,12 +158,16 @@ def attention(
     checked = ruling.checked(named, q, sizes[4], gradient) if named else None
     if scale is None:
         scale = 1 / math.sqrt(sizes[5])
-    if row.attend:
-        return _by_user(row, q, k, v, causal, scale, return_lse)
     if row.operator is None:
         from shakespeare.attention_ext import reference
 
-        return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=checked)
+        if row.attend is None:
+            return reference.attention(
+                q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=checked
+            )
+        if return_lse:
+            raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
+        return row.attend(q, *reference.with_own_heads(q, k, v), causal, scale)
     if q.is_cpu:
         return _on_cpu(row, q, k, v, sizes, causal, scale, return_lse, gradient, checked, br, bc, simd)
     return _on_cuda(row, q, k, v, sizes, causal, scale, return_lse, gradient, checked, kernel)
@@ -193,19 +197,6 @@ def _check_row(
         _accepted[asked] = True
 
 
-def _by_user(
-    row: Part, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, return_lse: bool
-) -> Tensor:
-    """The output of the kernel in a user's file."""
-    if return_lse:
-        raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    assert row.attend
-    return row.attend(q, k, v, causal, scale)
-
-
 def _on_cpu(
     row: Part,
     q: Tensor,
@@ -225,7 +216,7 @@ def _on_cpu(
     import torch
 
     B, H, Hk, Nq, Nk, d = sizes
-    transformed = _transformed(q, k, v)
+    transformed = torch_func.active(q, k, v)
     if transformed:  # an inner vmap hides whether an outer transform needs gradients
         gradient = True
         _check_row(row, q, gradient, (), None, None, None)
@@ -246,29 +237,13 @@ def _on_cpu(
         rest += rules.arguments()
     compute = operator(row.name, simd, gradient, ruled=rules is not None)
     if transformed:
-        compute = transformed[compute]
+        compute = torch_func.functions[compute]
     out, lse = compute(q, k, v, causal, scale, *rest)
     if folded:
         out = out.reshape(B, H, 1, d)
     if not return_lse:
         return out
     return out, lse.reshape(B, H, 1) if folded else lse
-
-
-def _transformed(*tensors: Tensor) -> dict[Callable, Callable] | None:
-    """What stands for each operator under torch.func; None if no transform is at work.
-
-    Raises RuntimeError if a tensor has a forward-mode gradient.
-    """
-    import torch
-
-    if torch.compiler.is_compiling():
-        return None
-    if torch.autograd.forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
-        return None
-    from shakespeare.attention_ext import torch_func
-
-    return torch_func.functions if torch_func.active(*tensors) else None
 
 
 def _on_cuda(
@@ -286,13 +261,13 @@ def _on_cuda(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 4."""
     _, H, Hk, *_ = sizes
-    transformed = _transformed(q, k, v)
-    gradient = gradient or transformed is not None
+    transformed = torch_func.active(q, k, v)
+    gradient = gradient or transformed
     ruled = rules is not None or Hk < H
     more = (rules or ruling.Rules()).on_cuda().arguments() if ruled else ()
     compute = operator(row.name, "cuda", gradient, return_lse, ruled)
     if transformed:
-        compute = transformed[compute]
+        compute = torch_func.functions[compute]
     try:
         found = compute(q, k, v, causal, scale, kernel, *more)
     except RuntimeError as error:  # the launcher's; the planner's own may have another type

@@ -71,6 +71,11 @@ def type_text(value: object) -> str:
     return f"{article} {name} of shape {tuple(shape)}" if shape else f"{article} {name}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def none_is_default(function: Function) -> Function:
     """The function, where None for an argument stands for its default."""
     parameters = inspect.signature(function).parameters

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shakespeare.attention_ext.checks import finite, none_is_default
+from shakespeare.attention_ext.checks import finite, first_line, none_is_default
 
 log = logging.getLogger(__name__)
 HERE = "here"  # the answer of a rank that has not failed itself
@@ -82,14 +82,9 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
             if own:
                 raise
             _leave()
-            raise LostRank(roll.sentence() or f"rank {rank}: {one_line(error)}") from error
+            raise LostRank(roll.sentence() or f"rank {rank}: {first_line(error)}") from error
         finally:
             _leave()
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def meet() -> None:
@@ -140,7 +135,7 @@ class RollCall:
         """Say that this rank is there, or how it failed."""
         if self._store is not None:
             with contextlib.suppress(dist.DistError):
-                self._store.set(self._key(self.rank), one_line(RuntimeError(text)))
+                self._store.set(self._key(self.rank), first_line(RuntimeError(text)))
 
     def sentence(self) -> str | None:
         """Wait for the others; returns a message that names failed or silent ranks, or None."""

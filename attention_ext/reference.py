@@ -25,9 +25,7 @@ def attention(
     dtype = q.dtype
     if dtype.itemsize < torch.float32.itemsize:
         q, k, v = (t.float() for t in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    k, v = with_own_heads(q, k, v)
     s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
     if rules:
         p, lse = _ruled(s, rules, causal)
@@ -38,6 +36,12 @@ def attention(
     p = torch.softmax(s, dim=-1)
     out = (p @ v).to(dtype)
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
+
+
+def with_own_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v (B, H, Nk, d): a head for each of q's, which may share those of (B, Hk, Nk, d)."""
+    group = q.shape[1] // k.shape[1]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
 def _ruled(s: Tensor, rules: Any, causal: bool) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,26 @@
-"""part4 under torch.func: vmap folds its dimension into the batch; gradients are reverse mode's first."""
+"""part4 under torch.func: vmap folds its dimension into the batch; gradients are reverse mode's first.
+
+torch is not imported here: the table of parts is needed without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+if TYPE_CHECKING:
+    from torch import Tensor
 
 functions: dict[Any, Callable] = {}  # what stands for an operator under a transform
 
 
 def active(*tensors: Tensor) -> bool:
     """Whether a transform of torch.func is at work. Raises RuntimeError for a forward-mode gradient."""
+    import torch
+
     if torch.compiler.is_compiling():
         return False
+    forward_ad = torch.autograd.forward_ad
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         refuse_forward()
     return torch._C._are_functorch_transforms_active()
@@ -28,6 +33,7 @@ def refuse_forward(*_: Any) -> Any:
 
 def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inputs, output: None) -> None:
     """Let torch.func transform an operator. gradient, save: as those of torch.library.register_autograd."""
+    import torch
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
@@ -62,7 +68,7 @@ def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inpu
         B = q.shape[0] if at is None else q.movedim(at, 0).shape[1]
 
         def folded(name: str, t: Any, dim: int | None) -> Any:
-            if not isinstance(t, Tensor) or name == "sinks" or not t.numel():
+            if not isinstance(t, torch.Tensor) or name == "sinks" or not t.numel():
                 return t
             if dim is None and name == "bias" and t.shape[0] == 1:
                 return t

@@ -23,6 +23,7 @@ import numpy as np
 
 from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.checks import first_line
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.judge import cases, library_calls
 from shakespeare.judge.cases import CASES, Array
@@ -347,8 +348,7 @@ def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> Non
         except BuildError as error:
             answer = {"refused": str(error), "output": error.output}
         except Exception as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            answer = {"raised": why[:2000]}
+            answer = {"raised": first_line(error)[:2000]}
         write(channel, json.dumps(answer).encode() + b"\n" if answer else DONE)
         line = b""
     os._exit(0)

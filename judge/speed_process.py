@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shakespeare.attention_ext import extension, processor, user_kernel
+from shakespeare.attention_ext.checks import first_line
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge.clock import MIN_TIME, ROUNDS, Clock
 from shakespeare.judge.diagnosis import Finding
@@ -43,7 +44,7 @@ def main(file: Path, size: Size) -> Figures | Finding:
     except Gone as error:
         return Finding(error.finding.kind, f"{error.finding.sentence}, {at}")
     except RuntimeError as error:
-        return Finding(UNTIMED, f"it was not timed: {str(error).splitlines()[0]}")
+        return Finding(UNTIMED, f"it was not timed: {first_line(error)}")
 
 
 def ladder(size: Size, device: str) -> list[Cell]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.checks import first_line
 from shakespeare.attention_ext.cuda.kernels import choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel, Sizes
 from shakespeare.attention_ext.cuda.tiles import Tile
@@ -69,7 +70,7 @@ def gpu(index: int = 0) -> Gpu:
         checked(driver.cuInit(0))
         device = checked(driver.cuDeviceGet(index))
     except RuntimeError as error:  # the driver's library is missing
-        raise BuildError(f"device is 'cuda', and no GPU can be used: {str(error).splitlines()[0]}") from None
+        raise BuildError(f"device is 'cuda', and no GPU can be used: {first_line(error)}") from None
     name = checked(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
     major, minor = (attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR"))
     kilohertz = attribute("MEMORY_CLOCK_RATE", index)

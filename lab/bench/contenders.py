@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.attention_ext import rules as ruling
+from shakespeare.attention_ext.checks import first_line
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, HALVES, KERNELS
 from shakespeare.attention_ext.parts import Dtype, Part, able, check_part, is_file
 from shakespeare.attention_ext.webgpu.steps import STEPS
@@ -233,12 +234,6 @@ def why_refused(name: str, warned: Sequence[str], error: Exception) -> str:
         if heading.startswith(name) and "because" in heading:
             return " ".join(reason.split())
     return first_line(error)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

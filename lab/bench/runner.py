@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, extension, processor, reference
+from shakespeare.attention_ext.checks import first_line
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import freed_memory, machine, rule_options
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.contenders import Call, contenders, first_line, prepared
+from shakespeare.lab.bench.contenders import Call, contenders, prepared
 from shakespeare.lab.bench.plan import check_memory
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.correctness import allocated, exact_gradients

@@ -6,7 +6,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <exception>
+#include <initializer_list>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -58,6 +60,14 @@ template <Boxed* kernel> void guarded(StableIValue* stack, uint64_t inputs, uint
 
 // Like TORCH_BOX, for m.impl().
 #define BOX(function) guarded<TORCH_BOX(function)>
+
+constexpr int64_t ANY = -1;  // in a shape: any size from 1 on
+
+inline bool has_shape(const torch::stable::Tensor& t, std::initializer_list<int64_t> shape) {
+    const auto sizes = t.sizes();
+    const auto fits = [](int64_t is, int64_t must) { return must == ANY ? is >= 1 : is == must; };
+    return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(), fits);
+}
 
 // An uninitialised contiguous tensor on the device of another, or the CPU; faster than torch::stable::empty.
 template <size_t n>

@@ -274,11 +274,9 @@ struct Given {
     static const Number* data(const std::optional<Tensor>& t, const Tensor& q, const char* name,
                               ScalarType type, std::initializer_list<int64_t> shape) {
         if (!t) return nullptr;
-        bool fits = t->is_cuda() == q.is_cuda() && t->get_device_index() == q.get_device_index() &&
-                    t->scalar_type() == type && t->is_contiguous() &&
-                    t->dim() == static_cast<int64_t>(shape.size());
-        for (size_t i = 0; fits && i < shape.size(); i++) fits = t->size(i) == shape.begin()[i];
-        REQUIRE(fits, name, " has another device, type, shape or strides than it must have");
+        REQUIRE(t->is_cuda() == q.is_cuda() && t->get_device_index() == q.get_device_index() &&
+                    t->scalar_type() == type && t->is_contiguous() && has_shape(*t, shape),
+                name, " has another device, type, shape or strides than it must have");
         return static_cast<const Number*>(t->const_data_ptr());
     }
 

@@ -27,26 +27,18 @@ template <class Element> constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
 template <class Element>
 constexpr ScalarType TYPE = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
 
-constexpr int64_t ANY = -1;  // in a shape: any size from 1 on
-
-template <class Size> std::string shape(int64_t dimensions, const Size& size) {
-    std::string text = "(";
-    for (int64_t i = 0; i < dimensions; i++)
-        text += (i ? ", " : "") + (size(i) == ANY ? "any" : std::to_string(size(i)));
-    return text + ")";
+template <class Sizes> std::string text_of_shape(const Sizes& sizes) {
+    std::string text;
+    for (const int64_t n : sizes) text += (text.empty() ? "" : ", ") + (n == ANY ? "any" : std::to_string(n));
+    return "(" + text + ")";
 }
 
 // Throws unless t is on the CPU and has this type and shape.
-template <class Element>
-void check(const Tensor& t, const char* name, std::initializer_list<int64_t> shape_of_t) {
+template <class Element> void check(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
     REQUIRE(t.is_cpu() && t.scalar_type() == TYPE<Element>, name, " must be ",
             IS_BF16<Element> ? "bfloat16" : "float32", " on the CPU");
-    const int64_t dimensions = static_cast<int64_t>(shape_of_t.size());
-    const auto is = [&](int64_t i) { return t.size(i); };
-    const auto must = [&](int64_t i) { return shape_of_t.begin()[i]; };
-    bool fits = t.dim() == dimensions;
-    for (int64_t i = 0; fits && i < dimensions; i++) fits = must(i) == ANY ? is(i) >= 1 : is(i) == must(i);
-    REQUIRE(fits, name, " has shape ", shape(t.dim(), is), "; it must be ", shape(dimensions, must));
+    REQUIRE(has_shape(t, shape), name, " has shape ", text_of_shape(t.sizes()), "; it must be ",
+            text_of_shape(shape));
 }
 
 // Queries from which a copy of q, k and v costs less than rows that lie far apart, in few sets of the L1 cache.
@@ -138,9 +130,8 @@ class Given : public Rules {
         const ScalarType type = std::is_same_v<Number, float>  ? ScalarType::Float
                                 : std::is_same_v<Number, bool> ? ScalarType::Bool
                                                                : ScalarType::Long;
-        bool fits = t.is_cpu() && t.scalar_type() == type && t.dim() == static_cast<int64_t>(must.size());
-        for (size_t i = 0; fits && i < must.size(); i++) fits = t.size(i) == must.begin()[i];
-        REQUIRE(fits, name, " has another type or shape than the call's");
+        REQUIRE(t.is_cpu() && t.scalar_type() == type && has_shape(t, must), name,
+                " has another type or shape than the call's");
         held.push_back(torch::stable::contiguous(t));
         return data<const Number>(held.back());
     }

@@ -100,9 +100,7 @@ __device__ inline void scores(Scores& S, unsigned q, const Strip& strip) {
 }
 
 // Waits for the warp that shares the strip.
-__device__ inline void meet_sharer() {
-    asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory");
-}
+__device__ inline void meet_sharer() { meet_pair(1 + threadIdx.x / 64); }
 
 // S <- S + S of the warp with the other columns. turn alternates: no buffer is overwritten before it is read.
 using Exchange = float4[2][2][UNITS * TILES][32];
