@@ -34,6 +34,13 @@ class Dtype(enum.StrEnum):
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
 
     @property
+    def torch_dtype(self) -> Any:
+        """PyTorch's dtype."""
+        import torch
+
+        return getattr(torch, self.torch_name)
+
+    @property
     def bytes(self) -> int:
         """The bytes of a number."""
         return 4 if self is Dtype.FP32 else 2

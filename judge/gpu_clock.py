@@ -71,7 +71,7 @@ class GpuClock(Clock):
 
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(seed)
-        kind = getattr(torch, Dtype(self._size.dtype).torch_name)
+        kind = Dtype(self._size.dtype).torch_dtype
         q, k, v, dout = (
             torch.randn(self._shape, device="cuda", generator=generator).to(kind) for _ in range(4)
         )

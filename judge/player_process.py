@@ -86,7 +86,7 @@ class Caller:
             import torch
 
             torch.set_num_threads(threads)
-            kind = getattr(torch, self._dtype.torch_name)
+            kind = self._dtype.torch_dtype
             inputs = [*map(torch.from_numpy, inputs)]
 
         def call() -> None:
@@ -108,7 +108,7 @@ class Caller:
         import torch
 
         self.kernel.in_turn = True  # so that each of Triton's tiles is tried
-        kind = getattr(torch, self._dtype.torch_name)
+        kind = self._dtype.torch_dtype
         bits_kind = getattr(torch, f"int{8 * self._dtype.bytes}")
 
         def call() -> None:

@@ -96,7 +96,7 @@ def check(mod: rules.ScoreMod, header: Path, case: Case, device: str) -> None:
     grown = torch.cat([(near - score)[shown] / NEAR, score[shown], s.flatten()]).abs()
     floor = tolerance.floor(float(grown[grown.isfinite()].max()))
     call = partial(attention, causal=case.causal, scale=case.applied, score_mod=header)
-    kind = getattr(torch, case.dtype.torch_name)
+    kind = case.dtype.torch_dtype
     kinds = ("cpu", torch.double), (device, kind), (device, kind)
     doubles, *leaves = ([t.to(on, dtype, copy=True).requires_grad_() for t in tensors] for on, dtype in kinds)
     ruled: Any = {"rules": rules.checked({"score_mod": header}, q, case.Nk)}
@@ -125,7 +125,7 @@ def check(mod: rules.ScoreMod, header: Path, case: Case, device: str) -> None:
 def timed(header: Path, size: Size, device: str) -> tuple[dict[str, float], str]:
     """Milliseconds of the parts with the header, and of part 4 without; the processor."""
     torch.set_num_threads(size.threads)
-    kind = getattr(torch, Dtype(size.dtype).torch_name)
+    kind = Dtype(size.dtype).torch_dtype
     arrays = cases.inputs(Case(1, size.heads, size.N, size.N, size.d))
     q, k, v = (torch.from_numpy(array).to(device, kind) for array in arrays)
     call = partial(attention, q=q, k=k, v=v, causal=size.causal)

@@ -85,7 +85,7 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
 
     triton.knobs.compilation.listener = keep
     module: Any = user_kernel.imported(file)
-    like = {"device": "cuda" if on_gpu else "cpu", "dtype": getattr(torch, Dtype(size.dtype).torch_name)}
+    like = {"device": "cuda" if on_gpu else "cpu", "dtype": Dtype(size.dtype).torch_dtype}
     q, k, v = (torch.randn(1, size.heads, size.N, size.d, **like) for _ in "qkv")
     if size.backward:
         module.attention_backward(q, k, v, v, q[..., 0].contiguous(), k, size.causal, size.d**-0.5)

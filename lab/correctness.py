@@ -64,7 +64,7 @@ def synthetic_qkv(
     N: int, dtype: Dtype = Dtype.FP32, batch: int = 1, heads: int = 4, d: int = 32, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The lab's inputs, each (batch, heads, N, d): planes over the position i and the feature j."""
-    torch_dtype = getattr(torch, dtype.torch_name)
+    torch_dtype = dtype.torch_dtype
     i = torch.arange(N)[:, None]
     j = torch.arange(d)[None, :]
     planes = (a * i + b * j for a, b in ((0.0002, 0.0001), (0.0006, 0.0003), (0.00015, 0.0008)))
@@ -278,7 +278,7 @@ def normal(cell: Cell) -> list[Tensor]:
     """q, k, v and dout, each (B, H, N, d): normal numbers in the layout (B, N, H, d)."""
     generator = torch.Generator().manual_seed(0)
     size = (cell.batch, cell.N, cell.heads, cell.d)
-    torch_dtype = getattr(torch, Dtype(cell.dtype).torch_name)
+    torch_dtype = Dtype(cell.dtype).torch_dtype
     numbers = (torch.randn(size, generator=generator) for _ in range(4))
     return [t.to(cell.device, torch_dtype).transpose(1, 2) for t in numbers]
 

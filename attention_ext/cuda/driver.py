@@ -40,15 +40,15 @@ def bindings() -> Any:
     return driver
 
 
-def checked(result: tuple, all: bool = False) -> Any:
-    """The value or values of a driver's call. Raises MemoryError if memory runs out, else BuildError."""
+def checked(result: tuple) -> Any:
+    """The value of a driver's call, or a list of several or none. Raises MemoryError or BuildError."""
     error, *values = result
     if error != 0:
         if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
             raise MemoryError("the GPU's memory does not suffice")
         _, text = bindings().cuGetErrorString(error)
         raise BuildError(f"the CUDA driver failed: {error.name}, {text.decode()}")
-    return values if all else values[0] if values else None
+    return values[0] if len(values) == 1 else values
 
 
 def check_gpu() -> None:
@@ -235,7 +235,7 @@ def tensor_at(address: int, shape: Sequence[int], dtype: Dtype) -> Tensor:
             "data": (address, False),
         }
 
-    return torch.as_tensor(Shared(), device="cuda").view(getattr(torch, dtype.torch_name))
+    return torch.as_tensor(Shared(), device="cuda").view(dtype.torch_dtype)
 
 
 class Module:
@@ -260,7 +260,7 @@ class Module:
     def ints(self, name: str, count: int) -> list[int]:
         """The numbers of a global array of int."""
         array = (ctypes.c_int * count)()
-        address, size = checked(bindings().cuLibraryGetGlobal(self._library, name.encode()), all=True)
+        address, size = checked(bindings().cuLibraryGetGlobal(self._library, name.encode()))
         checked(bindings().cuMemcpyDtoH(ctypes.addressof(array), address, size))
         return list(array)
 

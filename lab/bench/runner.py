@@ -207,7 +207,7 @@ def skipping(result: Result) -> Iterator[None]:
 def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
     """q (B, H, Nq, d), k and v (B, H, N, d), and for gradients dout: random, the same for all of a group."""
     generator = torch.Generator(device).manual_seed(0)
-    torch_dtype = getattr(torch, Dtype(cell.dtype).torch_name)
+    torch_dtype = Dtype(cell.dtype).torch_dtype
     rows = (cell.queries, cell.N, cell.N, cell.queries)[: 3 + cell.backward]
     shapes = ((cell.batch, cell.heads, n, cell.d) for n in rows)
     return [torch.randn(shape, generator=generator, device=device).to(torch_dtype) for shape in shapes]

@@ -131,7 +131,7 @@ class Gpu(Clock):
 
     def tensor_peak(self, dtype: Dtype) -> float:
         """Floating-point operations per second of PyTorch's product of two large random matrices."""
-        torch_dtype = getattr(torch, dtype.torch_name)
+        torch_dtype = dtype.torch_dtype
         a, b = (torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=self.device).to(torch_dtype) for _ in range(2))
         out = torch.empty_like(a)
         return 2 * MATMUL_SIDE**3 / self._best(lambda: torch.mm(a, b, out=out))
