@@ -100,7 +100,7 @@ def read(call: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         n = call.Nq if name == "q" else call.Nk
         strides, shape = (s.batch, s.head, s.row, 1), (call.batches, call.heads, n, running.width)
         address = getattr(call, name)
-        if row.vectors:
+        if row.multiple > 1:
             used = [stride for stride, entries in zip(strides, shape[:3]) if entries > 1]
             assert not any(each * dtype.itemsize % 16 for each in used) and address % 16 == 0
         found.append(matrices(address, strides, shape, dtype).float())

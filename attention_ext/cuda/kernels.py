@@ -74,7 +74,6 @@ KERNELS = {
             "tiles arrive meanwhile. Most instructions are multiply-adds.",
             tiles.kernel4,
             multiple=4,
-            vectors=True,
             ruled=True,
         ),
         Kernel(
@@ -85,7 +84,6 @@ KERNELS = {
             "memory are what is left.",
             tiles.kernel5,
             multiple=8,
-            vectors=True,
             capability=(8, 0),
             ruled=True,
             earlier={Dtype.FP16: (7, 5)},
@@ -100,7 +98,6 @@ KERNELS = {
             tiles.kernel6,
             launches.resident,
             multiple=8,
-            vectors=True,
             capability=(9, 0),
             only=True,
             ruled=True,
@@ -115,7 +112,6 @@ KERNELS = {
             launches.split,
             functions=("attention_split", "attention_merge"),
             multiple=8,
-            vectors=True,
             ruled=True,
         ),
     )
@@ -124,7 +120,7 @@ KERNELS = {
 # The backward pass's; the best first.
 OF_BACKWARD = ("attention_backward_rows", "attention_backward_keys", "attention_backward_queries")
 _backward = partial(Kernel, plan=launches.backward, functions=OF_BACKWARD, ruled=True)
-_with_mma = partial(_backward, tiles=tiles.on_tensor_cores, multiple=8, vectors=True, capability=(8, 0))
+_with_mma = partial(_backward, tiles=tiles.on_tensor_cores, multiple=8, capability=(8, 0))
 BACKWARD = {
     kernel.name: kernel
     for kernel in (
@@ -138,7 +134,6 @@ BACKWARD = {
             tiles=tiles.backward4,
             plan=launches.added_in_turns,
             multiple=8,
-            vectors=True,
             capability=(9, 0),
             only=True,
             without=launches.BIAS_GRADIENT,

@@ -159,7 +159,7 @@ def _launch(kernel: Compiled, blocks: int, function: int = 0) -> Structure:
 def _plan(kernel: Compiled, *launches: Structure, repeats: int = 1, **others: int) -> Structure:
     row = kernel.row
     tile = kernel.tile
-    sizes = {"width": kernel.width, "vectors": row.vectors, "br": tile.br, "bc": tile.bc, **others}
+    sizes = {"width": kernel.width, "vectors": row.multiple > 1, "br": tile.br, "bc": tile.bc, **others}
     return Plan((Launch * 3)(*launches), len(launches), repeats, **sizes)
 
 
@@ -187,7 +187,7 @@ class Kernel:
     name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
     that the files define; by default attention_kernel and its number. why: what it improves on; its limit.
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
-    is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
+    is padded to a multiple of it; above 1, rows are read 16 bytes at a time, and other inputs copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
     it takes rules, and fewer heads of k and v. without: RULES that it does not take.
     """
@@ -200,7 +200,6 @@ class Kernel:
     plan: Planner = once
     functions: tuple[str, ...] = ()
     multiple: int = 1
-    vectors: bool = False
     capability: Capability = (7, 5)
     earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False

@@ -211,8 +211,9 @@ struct Matrices {
 };
 
 // The tensor itself, or a copy whose rows are padded and aligned.
-Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
+Matrices laid_out(const Tensor& t, const Plan& plan) {
     constexpr uintptr_t ALIGNMENT = 16;  // bytes of a vector load
+    const int bytes = t.scalar_type() == ScalarType::Float ? 4 : 2;
     const auto size = t.sizes(), stride = t.strides();
     const void* data = t.const_data_ptr();
     bool fits = size[3] == plan.width && (stride[3] == 1 || size[3] == 1);
@@ -231,7 +232,8 @@ Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
 }
 
 // The tensor map of 16-bit matrices whose rows are contiguous, disjoint and aligned.
-void encode(TensorMap* map, const Matrices& m, int type, int32_t rows, const Plan& plan) {
+void encode(TensorMap* map, const Matrices& m, int32_t rows, const Plan& plan) {
+    const int type = m.tensor.scalar_type() == ScalarType::BFloat16 ? BFLOAT16 : FLOAT16;
     const auto size = m.tensor.sizes();
     const Strides& s = m.strides;
     // A dimension of stride 0 has one entry. The stride of such a dimension is not used, but must be valid.
@@ -281,7 +283,7 @@ struct Given {
     }
 
     // The rules, with extents of documents that are found by a launch, unless they are given.
-    Rules of(const Tensor& q, const Sizes& s, bool causal) {
+    Rules of(const Tensor& q, const Sizes& s) {
         constexpr double LOG2E = 1.44269504088896340736;
         REQUIRE(left >= 0 && right >= 0, "a window's sides must be at least 0");
         REQUIRE(!documents || s.Nq <= s.Nk, "documents need as many keys as queries");
@@ -296,7 +298,7 @@ struct Given {
         // No limit is as far as any key: NVRTC makes the kernels' comparison a difference, which must not
         // overflow.
         rules.left = static_cast<int>(std::min(left, s.Nk));
-        rules.right = causal ? 0 : static_cast<int>(std::min(right, s.Nq));
+        rules.right = s.causal ? 0 : static_cast<int>(std::min(right, s.Nq));
         rules.group = static_cast<int>(s.group);
         rules.softcap = static_cast<float>(softcap * LOG2E);
         rules.softcap_below = static_cast<float>(1 / (softcap * LOG2E));
@@ -381,7 +383,7 @@ Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrice
     call.causal = s.causal;
     call.scale = static_cast<float>(factor / LN2);
     if (given) {
-        call.rules = given->of(q.tensor, s, s.causal);
+        call.rules = given->of(q.tensor, s);
         call.causal = call.rules.right < s.Nq && call.rules.left >= s.Nk;  // later queries see more
     }
     return call;
@@ -419,8 +421,7 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     if (kernel && kernel->rfind(GRADIENT, 0) != 0) s.kernel = *kernel;  // or the backward pass's
     const OnDevice current(s.device);
     const Plan plan = plan_for(s);
-    const int bytes = s.format == 0 ? 4 : 2;
-    const Matrices q = laid_out(q_, plan, bytes), k = laid_out(k_, plan, bytes), v = laid_out(v_, plan, bytes);
+    const Matrices q = laid_out(q_, plan), k = laid_out(k_, plan), v = laid_out(v_, plan);
     const bool beside = !kernel && heads_beside(q_);
     Tensor out = new_out(s, plan.width, beside && plan.box, q_);
     if (lse) *lse = on_device({s.B, s.H, s.Nq}, ScalarType::Float, q_);
@@ -436,8 +437,7 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     TensorMap maps[3];
     void *with_maps[] = {&maps[0], &maps[1], &maps[2], &call, &scratch},
          *without[] = {&call, &scratch, &number};
-    for (int i = 0; plan.box && i < 3; i++)
-        encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, i == 0 ? plan.br : plan.bc, plan);
+    for (int i = 0; plan.box && i < 3; i++) encode(&maps[i], *inputs[i], i == 0 ? plan.br : plan.bc, plan);
     void* const stream = stream_of(s);
     if (plan.box && plan.scratch) libraries().check(libraries().fill(scratch, 0, plan.scratch, stream));
     for (int i = 0; i < plan.repeats; i++, number += plan.step)
@@ -495,9 +495,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, s
     if (dlse) dlse = torch::stable::contiguous(*dlse);
     const OnDevice current(s.device);
     const Plan plan = plan_for(s);
-    const auto laid = [&](const Tensor& t) { return laid_out(t, plan, s.format == 0 ? 4 : 2); };
-    const Matrices q = laid(q_), k = laid(k_), v = laid(v_), dout = laid(dout_);
-    const Matrices out = laid(out_);
+    const Matrices q = laid_out(q_, plan), k = laid_out(k_, plan), v = laid_out(v_, plan),
+                   dout = laid_out(dout_, plan), out = laid_out(out_, plan);
     const auto like = [&](const Matrices& m) {
         return on_device({s.B, m.tensor.size(1), m.tensor.size(2), plan.width}, q_.scalar_type(), q_);
     };
@@ -522,8 +521,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, s
     const Matrices* const inputs[] = {&q, &k, &v, &dout};
     TensorMap maps[4];
     void *parameters[] = {&call, &to, &maps[0], &maps[1], &maps[2], &maps[3]}, *const stream = stream_of(s);
-    for (int i = 0; plan.box && i < 4; i++)
-        encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, plan.br, plan);
+    for (int i = 0; plan.box && i < 4; i++) encode(&maps[i], *inputs[i], plan.br, plan);
     for (int i = 0; i < plan.count; i++) launch(plan.launches[i], parameters, stream);
     return {narrowed(dq, s), narrowed(dk, s), narrowed(dv, s), dbias};
 }

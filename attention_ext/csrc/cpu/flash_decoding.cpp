@@ -272,6 +272,7 @@ void attend_turned(const Attention& a, int64_t head, float* scratch, float* out,
 struct Splits {
     int64_t count, keys;
     int64_t rows, d;  // of each split's result
+    float* results = nullptr;
 
     explicit Splits(const AttentionSizes& a) : count(1), keys(a.Nk), rows(a.B * a.H * a.Nq), d(a.d) {
         if (a.rules || a.Nk <= MOST_KEYS || a.Nk < LEAST_RATIO * a.Nq) return;
@@ -285,8 +286,8 @@ struct Splits {
     }
 
     int64_t floats() const { return count == 1 ? 0 : count * rows * (/* out */ d + /* lse */ 1); }
-    float* out(int64_t s, float* results) const { return results + s * rows * d; }
-    float* lse(int64_t s, float* results) const { return out(count, results) + s * rows; }
+    float* out(int64_t s) const { return results + s * rows * d; }
+    float* lse(int64_t s) const { return out(count) + s * rows; }
 
     // A call for split s alone.
     template <class Element> AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
@@ -300,15 +301,15 @@ struct Splits {
     }
 
     // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for a row, in split 0's place
-    template <class Element> void merge(const AttentionOf<Element>& a, int64_t r, float* results) const {
+    template <class Element> void merge(const AttentionOf<Element>& a, int64_t r) const {
         float m = LOW, l = 0;
         for (int64_t s = 0; s < count; s++) {
-            const float lse_s = lse(s, results)[r];
+            const float lse_s = lse(s)[r];
             if (m == m && !(lse_s <= m)) m = lse_s;  // NaN stays
         }
-        float* O = out(0, results) + r * d;
+        float* O = out(0) + r * d;
         for (int64_t s = 0; s < count; s++) {
-            const float lse_s = lse(s, results)[r], *from = out(s, results) + r * d;
+            const float lse_s = lse(s)[r], *from = out(s) + r * d;
             const bool seen = !std::isinf(lse_s);  // else no key of the split has a weight
             const float weight = seen ? simd::exp_or_zero(lse_s - m) : 0;
             l += weight;
@@ -337,14 +338,14 @@ template <class Element> int64_t split_scratch(const AttentionOf<Element>& a) {
 }
 
 template <class Element> void split_attention(const AttentionOf<Element>& a, float* scratch) {
-    const Splits splits(a);
+    Splits splits(a);
     if (a.B * a.H * a.Nq * splits.count == 1) {  // a decoder's step: what follows costs as much as 30 keys
         const NoDenormals flushed;
         return attend_query(a, 0, 0, scratch, a.out, a.lse);
     }
     const bool few = a.Nq <= FEW, turned = !IS_BF16<Element> && is_turned(a);
     const int64_t heads = a.B * a.H, tiles = few ? a.Nq : turned ? 1 : (a.Nq + a.Br - 1) / a.Br;
-    float* results = scratch + a.threads * thread_floats(a);
+    splits.results = scratch + a.threads * thread_floats(a);
 
     for_each_item(heads, splits.count * tiles, a.threads, a.pool, [&](int64_t head, int64_t item, int thread) {
         const int64_t s = item / tiles, i = tiles - 1 - item % tiles;  // causal: the longest first
@@ -359,11 +360,11 @@ template <class Element> void split_attention(const AttentionOf<Element>& a, flo
         if (splits.count == 1)
             attend(a.out + row * a.d, a.lse ? a.lse + row : nullptr);
         else
-            attend(splits.out(s, results) + row * a.d, splits.lse(s, results) + row);
+            attend(splits.out(s) + row * a.d, splits.lse(s) + row);
     });
     if (splits.count == 1) return;
     for_each_item(heads, a.Nq, a.threads, a.pool,
-                  [&](int64_t head, int64_t i, int) { splits.merge(a, head * a.Nq + i, results); });
+                  [&](int64_t head, int64_t i, int) { splits.merge(a, head * a.Nq + i); });
 }
 
 template int64_t split_scratch(const AttentionOf<Bf16>&);
