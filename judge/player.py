@@ -128,7 +128,7 @@ class Player:
 
     every: ClassVar[set[Player]] = set()
 
-    def __init__(self, with_torch: bool = False, threads: int | None = None) -> None:
+    def __init__(self, with_torch: bool, threads: int | None = None) -> None:
         close_this_process()
         self.with_torch = with_torch
         if hasattr(os, "memfd_create"):

@@ -106,7 +106,7 @@ def fma_peak(threads: int = 1) -> float:
     return _on(threads, extension.load().fma_peak, LIMIT_SECONDS)
 
 
-def amx_peak(threads: int = 1) -> float:
+def amx_peak(threads: int) -> float:
     """The highest rate of AMX's products in bfloat16; 0 without AMX."""
     return _on(threads, extension.load().amx_peak, LIMIT_SECONDS)
 

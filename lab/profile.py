@@ -292,7 +292,7 @@ def _writer(engine: Engine, ids: Sequence[int], texts: int | None = None) -> Wri
 def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequence[float]) -> dict:
     """The output of -o json: the settings, a row for each kind, and the cost of recording."""
     steps = settings["new_tokens"]
-    tokens = steps * settings.get("texts", 1)
+    tokens = steps * settings["texts"]
 
     def speeds(prefill: float, decode: float) -> dict[str, float]:
         return {
@@ -450,7 +450,7 @@ Table = tuple[str, Sequence[str], Sequence[tuple[str, ...]], list[str]]  # headi
 
 
 def _settings(f: dict[str, Any]) -> str:
-    texts = f"{f['texts']} texts, " if f.get("texts", 1) > 1 or "us" in f else ""
+    texts = f"{f['texts']} texts, " if f["texts"] > 1 or "us" in f else ""
     return f"{texts}a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more"
 
 
@@ -488,7 +488,7 @@ def _training_table(f: dict[str, Any]) -> Table:
 
 
 def _token_table(f: dict[str, Any]) -> Table:
-    several = f.get("texts", 1) > 1
+    several = f["texts"] > 1
     total = {"kind": "wall time", "prefill_percent": 100, "decode_percent": 100} | f["recorded"]
     rows = []
     for row in [*f["rows"], total]:

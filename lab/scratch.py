@@ -5,7 +5,7 @@ from shakespeare.attention_ext.parts import check_part
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
 
 
-def block_of(simd: str | None = "auto") -> Block:
+def block_of(simd: str | None) -> Block:
     """The sizes that the kernels over these SIMD helpers are compiled with; compiles them if need be."""
     names = ("lanes", "panel", "rows", "part2.T", "part2.DEPTH", "part4.STEP")
     return Block(*(extension.size(name, simd or "auto") for name in names))

@@ -279,7 +279,7 @@ class Exercise:
         return PAGE.format(self=self, tools=tools, stages=stages)
 
 
-def includes(stage: str, case: Case, windowed: bool = False) -> bool:
+def includes(stage: str, case: Case, windowed: bool) -> bool:
     """Whether a stage of 'attention' or 'backward', or of 'window', asks for a case."""
     if stage == "plain" and windowed:
         return case.window is None

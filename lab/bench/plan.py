@@ -83,9 +83,7 @@ def known_on(device: str, backward: bool = False) -> tuple[str, ...]:
     return tuple(name for name in able if device in contenders()[name].dtypes)
 
 
-def default_names(
-    dtype: str, device: str, queries: int | None = None, backward: bool = False
-) -> tuple[str, ...]:
+def default_names(dtype: str, device: str, queries: int | None, backward: bool) -> tuple[str, ...]:
     """The contenders by default; on CUDA all that are installed, each once.
 
     queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.

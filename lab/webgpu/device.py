@@ -19,6 +19,7 @@ from shakespeare.attention_ext.webgpu.calls import Call, arrays_of
 from shakespeare.attention_ext.webgpu.driver import Source, opened
 from shakespeare.lab.timing import Clock
 
+REPEATS = 1024  # loops of an invocation in a measurement of a limit
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
 MIN_SECONDS = 0.02  # such a measurement takes at least
 RESTED_SECONDS = 0.05  # after which a GPU may lower its clock
@@ -84,17 +85,17 @@ class Gpu(Clock):
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
-        return 2 * self._rate("multiply_adds", 256 * 1024, 1024)
+        return 2 * self._rate("multiply_adds", 256)
 
     @cached_property
     def exponentials(self) -> float:
         """Powers of two per second."""
-        return self._rate("exponentials", 8 * 1024, 1024)
+        return self._rate("exponentials", 8)
 
     @cached_property
     def workgroup_bandwidth(self) -> float:
         """Bytes per second that invocations read from workgroup memory."""
-        return self._rate("workgroup_reads", 4 * 16 * 1024, 1024)
+        return self._rate("workgroup_reads", 4 * 16)
 
     @cached_property
     def bandwidth(self) -> float:
@@ -110,10 +111,10 @@ class Gpu(Clock):
         """Seconds in which `size` bytes are read."""
         return size / self.bandwidth
 
-    def _rate(self, entry: str, each: int, repeats: int) -> float:
-        """The rate per second of what an entry point does `each` times for an invocation."""
+    def _rate(self, entry: str, each: int) -> float:
+        """The rate per second of what a loop of an entry point does `each` times for an invocation."""
         groups = 8 if self.gpu.adapter.is_cpu else GROUPS
-        return each * groups * 256 / self._seconds(entry, repeats, groups)
+        return each * REPEATS * groups * 256 / self._seconds(entry, REPEATS, groups)
 
     def _seconds(self, entry: str, repeats: int, groups: int, *buffers: Any) -> float:
         """The seconds of an entry point of limits.wgsl, the least of several after a warm-up."""
