@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -518,11 +519,9 @@ def reason(error: BaseException, file: Path) -> str:
     while cause := chain[-1].__cause__:
         chain.append(cause)
     for each in chain:
-        trace = each.__traceback__
-        while trace:
-            if trace.tb_frame.f_code.co_filename == str(file):
-                at = trace.tb_lineno
-            trace = trace.tb_next
+        for frame, number in traceback.walk_tb(each.__traceback__):
+            if frame.f_code.co_filename == str(file):
+                at = number
         line = getattr(getattr(each, "node", None), "lineno", 0)  # Triton counts from the function
         if line and (function := str(getattr(each, "src", None))) in text:
             at = text.count("\n", 0, text.index(function)) + line

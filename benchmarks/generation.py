@@ -21,12 +21,12 @@ what counts there is a step's latency.
 """
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def exact_logits(model: GPT, ids: list[int]) -> Tensor:
 
 def agreement(texts: Texts, expected: list[int]) -> int:
     """The number of tokens before the first difference, in the text that differs first."""
-    return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
+    return len(os.path.commonprefix([*texts, expected]))
 
 
 def loss(every_logits: Callable[[list[int]], Tensor], texts: Texts) -> float:

@@ -126,14 +126,11 @@ def seed_of(file: Path, secret: int | None) -> int:
 
 def rounded(t: Array, dtype: Dtype) -> Array:
     """float32 numbers that a dtype has, the nearest ones."""
-    if dtype is Dtype.FP16:
-        return t.astype(np.float16).astype(np.float32)
-    if dtype is Dtype.BF16:
-        t = t.copy()
-        bits = t.view(np.uint32)
-        bits += 0x7FFF + (bits >> 16 & 1)  # ties to even
-        bits &= 0xFFFF0000
-    return t
+    if dtype is Dtype.FP32:
+        return t
+    import torch  # kernels in float32 need none
+
+    return torch.from_numpy(t).to(dtype.torch_dtype).float().numpy()
 
 
 def fused(matrix: Array) -> list[Array]:

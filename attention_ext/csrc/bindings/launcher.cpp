@@ -339,14 +339,14 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, c
         REQUIRE(t->dim() == 4, "q, k and v must be (B, H, N, d)");
         for (const int64_t n : t->sizes()) REQUIRE(n >= 1, "q, k and v must have no empty dimension");
     }
-    const auto s = q.sizes(), of_k = k.sizes(), of_v = v.sizes();
-    const int64_t group = given ? s[1] / of_k[1] : 1;
-    for (int i = 0; i < 4; i++)
-        REQUIRE(of_k[i] == of_v[i] && (i == 2 || of_k[i] * (i == 1 ? group : 1) == s[i]),
+    const auto s = q.sizes(), of_k = k.sizes();
+    const int64_t Hk = given ? of_k[1] : s[1];
+    for (const Tensor* t : {&k, &v})
+        REQUIRE(s[1] % Hk == 0 && has_shape(*t, {s[0], Hk, of_k[2], s[3]}),
                 "k and v must be (B, H, Nk, d), as q is");
     REQUIRE(!causal || s[2] <= of_k[2], "q has more rows than k; with causal it must not");
     const int format = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
-    Sizes sizes{device, format, s[0], s[1], s[2], of_k[2], s[3], group};
+    Sizes sizes{device, format, s[0], s[1], s[2], of_k[2], s[3], s[1] / Hk};
     sizes.seen = sizes.Nk;
     sizes.causal = causal;
     if (given) {
