@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import tiny
 import torch
-from steps import prefill, write, write_at_random
+from steps import prefill, write_at_random
 from support import full, or_skip
 
 from shakespeare.attention_ext.parts import PARTS
@@ -20,7 +20,6 @@ from shakespeare.generation.engines import native
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Writer
 from shakespeare.model import draft as drafts
 from shakespeare.model import load
 from shakespeare.model.checkpoint import Checkpoint
@@ -34,13 +33,6 @@ FEW, MANY = 2, 13
 @pytest.fixture(scope="module")
 def model(extension) -> Checkpoint:
     return tiny.checkpoint(block_size=40)
-
-
-def text_of(model: Checkpoint, count: int = 400) -> list[int]:
-    """A text of the model itself, in which its own draft hits often."""
-    request = Request([0], sampling=Sampling(0.5), max_new_tokens=count, context="reset")
-    (tokens,) = write(Writer(open_engine(model, draft="off")), request).values()
-    return [0, *tokens]
 
 
 def certain(token: int) -> Draft:
@@ -63,7 +55,7 @@ def scrambled(draft: Draft) -> Draft:
 
 
 def kinds_of(model: Checkpoint) -> dict[str, Draft]:
-    own = maker.make(model, text_of(model))
+    own = maker.make(model, maker.own_text(model, 400))
     return {"own": own, "scrambled": scrambled(own), "certain": certain(3)}
 
 
@@ -85,8 +77,6 @@ def test_each_place_has_what_the_model_expects_there(extension):
             assert any(near), (block, at)
     for length in range(1, drafts.ORDER + 2):
         maker.make(tiny.checkpoint(), [1] * length)
-    with pytest.raises(maker.NoDraft, match="block size is 1; a draft needs one of at least 2"):
-        maker.make(tiny.checkpoint(block_size=1), [1, 2, 3])
 
 
 def any_request(rng: random.Random, vocab: int, longest: int) -> Request:

@@ -13,12 +13,10 @@ from shakespeare.generation import draft_maker as drafts
 from shakespeare.generation.engines.engine import Unfit
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
-from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Writer
 from shakespeare.lab.eval import native_loss
 from shakespeare.model.checkpoint import Checkpoint, load, save
 from shakespeare.model.export import FORMATS, export
-from shakespeare.model.gpt import causal_attention
 from shakespeare.model.loss import evaluate
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -27,8 +25,7 @@ IDS = np.random.default_rng(0).integers(len(tiny.CHARACTERS), size=300).tolist()
 
 
 def model(window: int, **change) -> Checkpoint:
-    gpt = tiny.gpt(causal_attention, positions="alibi", window=window, bias=False, **change)
-    return Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+    return tiny.checkpoint(positions="alibi", window=window, bias=False, **change)
 
 
 @torch.no_grad()
@@ -39,8 +36,7 @@ def right(of: Checkpoint) -> torch.Tensor:
 
 def guessers(of: Checkpoint) -> list:
     """No draft, one that hits often, and one that seldom does."""
-    request = Request([0], sampling=Sampling(0.5), max_new_tokens=400)
-    (text,) = write(Writer(open_engine(of, draft="off")), request).values()
+    text = drafts.own_text(of, 400)
     return ["off", drafts.make(of, text), drafts.make(of, text[::-1])]
 
 
@@ -120,17 +116,3 @@ def test_it_is_saved_and_loaded_and_other_programs_do_not_take_it(tmp_path):
             export(again, to, tmp_path / to)
     with pytest.raises(Unfit, match="webgpu engine takes no model with window"):
         open_engine(again, "webgpu", device="webgpu")
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (dict(positions="rope"), "positions is 'rope'; it must be one of table, alibi"),
-        (dict(positions="alibi"), "window is None; it must be a whole number of at least 1"),
-        (dict(positions="alibi", window=9999999), "window is 9999999; it must be a whole number"),
-        (dict(window=5), "window is 5; it must be None with positions 'table'"),
-    ],
-)
-def test_fields_that_do_not_fit(change, said):
-    with pytest.raises(ValueError, match=said):
-        tiny.gpt(**change)

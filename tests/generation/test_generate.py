@@ -143,9 +143,6 @@ def shakes():
 def test_generate_gives_the_text(extension, shakes):
     text = generate(shakes, prompt="ROMEO:", max_new_tokens=200, part="part4", seed=1)
     assert isinstance(text, str) and len(text) == 200
-    parts = [dict(part=part) for part in ("part0", "part1", "part3")]
-    for change in (*parts, dict(engine="torch"), dict(part="part2", br=3), dict(use_cache=False)):
-        assert generate(shakes, prompt="ROMEO:", max_new_tokens=200, seed=1, **change) == text
     assert generate(shakes, prompt="ROMEO:", max_new_tokens=200, seed=2) != text
     engine = open_engine(shakes.model)
     for _ in range(2):

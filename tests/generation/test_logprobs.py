@@ -1,6 +1,5 @@
 """Log-probabilities: those of the model, in every engine, and without an effect on the texts."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -10,14 +9,11 @@ import torch
 from steps import prefill, write
 from torch.nn import functional as F
 
-from shakespeare.generation.engines.pytorch import rounded
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import of_logits
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Writer
-from shakespeare.model import load
-from shakespeare.model.loss import evaluate
 
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
 SAMPLING = Sampling(1.3, 5, 0.9, 0.01, **PENALTIES, logit_bias=((3, 2.0),))
@@ -68,21 +64,6 @@ def test_they_change_no_text_and_neighbours_without_them_have_none(engine):
         assert (text.prompt_logprobs is not None) == text.request.prompt_logprobs
     # the window has moved: they are those of the window, as the choice was
     assert all(len(each.top) == 3 for each in mixed[-1][0].logprobs)
-
-
-@pytest.mark.parametrize("name", ["native", "torch"])
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
-def test_those_of_a_prompt_are_the_loss_that_eval_gives(extension, name, weights):
-    checkpoint = load("shakes256")
-    text = "ROMEO:\nWhat kernel at this hour fills the cache?\nIt is a tile, and every lane of it is busy.\n"
-    ids = checkpoint.tokenizer.encode((3 * text)[:256])
-    loss = evaluate(rounded(checkpoint.model, weights), torch.tensor(ids))
-    writer = Writer(open_engine(checkpoint.model, name, weights=weights))
-    request = Request(ids, max_new_tokens=0, logprobs=0, prompt_logprobs=True)
-    ((asked, tokens),) = write(writer, request).items()
-    logprobs = [each.logprob for each in asked.prompt_logprobs[1:]]
-    assert tokens == [] and len(logprobs) == 255
-    assert -math.fsum(logprobs) / 255 == pytest.approx(loss, abs=1e-5)
 
 
 def test_equal_alternatives_are_in_the_order_of_their_ids(extension):

@@ -27,8 +27,8 @@ KINDS = [dict(tanh_gelu=tanh, untied_head=untied) for tanh in (False, True) for 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_gives_the_models_logits_and_texts(tmp_path, kind, monkeypatch):
-    model, ids = tiny.gpt(**kind), torch.randint(11, (1, 16))
+def test_each_kind_gives_the_models_weights_and_texts(tmp_path, kind, monkeypatch):
+    model = tiny.gpt(**kind)
     for layout, size in (dict(), 2**30), (dict(shards=3), 0), (dict(prefix=""), 0):
         monkeypatch.setattr(files, "LEAST_MAPPED", size)
         with naming(layout):
@@ -38,7 +38,6 @@ def test_each_kind_gives_the_models_logits_and_texts(tmp_path, kind, monkeypatch
             assert loaded.config == model.config and (HEAD in loaded.weights) == kind["untied_head"]
             assert all(files.is_mapped(array) != bool(size) for array in loaded.weights.values())
             assert all(np.array_equal(loaded.weights[name], w) for name, w in model.weights.items())
-            torch.testing.assert_close(loaded.model(ids), model(ids), rtol=1e-4, atol=1e-4)
     texts = {generate(loaded, "\n", 40, temperature=0, part=part) for part in ("part0", "part1", "part4")}
     other = generate(tmp_path / "a", "\n", 40, temperature=0, part="part4", weights="bf16")
     assert len(texts) == 1 and len(other) == 40

@@ -1,43 +1,23 @@
-"""The architecture: nanoGPT's parameters, the KV cache, and every part as its attention."""
+"""The architecture: tokens that continue a cache, the slopes of a model without an end, and wrong fields."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import tiny
 import torch
-from support import naming
-from torch.nn import functional as F
 
-from shakespeare.attention_ext import attention
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.kv_cache import KVCache
 
 
-def attend(part="part0"):
-    return partial(attention, part, causal=True, br=4, bc=8)
-
-
-def sdpa(q, k, v):
-    Nq, Nk = q.shape[2], k.shape[2]
-    mask = torch.ones(Nq, Nk, dtype=torch.bool).tril(Nk - Nq)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 @torch.no_grad()
-def test_every_part_gives_the_logits_of_pytorch_with_and_without_a_cache(part):
-    ids = torch.randint(11, (1, 16))
-    for bias in (False, True):
-        expected = tiny.gpt(sdpa, bias=bias)(ids)
-        model = tiny.gpt(attend(part), bias=bias)
-        torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-4)
-        c = model.config
-        for cuts in ([16], [1] * 16, [5, 1, 1, 9], [15, 1]):
-            cache = [KVCache(1, c.n_head, c.block_size, c.head_dim) for _ in range(c.n_layer)]
-            pieces = [model(piece, cache) for piece in ids.split(cuts, dim=1)]
-            with naming(bias, cuts):
-                torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
+def test_tokens_that_continue_a_cache_have_the_logits_of_the_whole_text():
+    """One after the other, and several at once, which no engine does."""
+    model, ids = tiny.gpt(), torch.randint(11, (1, 16))
+    c = model.config
+    caches = [KVCache(1, c.n_head, c.block_size, c.head_dim) for _ in range(c.n_layer)]
+    pieces = [model(piece, caches) for piece in ids.split([5, 1, 1, 9], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_slopes_are_the_published_ones_for_a_window_of_256_and_scale_with_it():
@@ -58,6 +38,10 @@ def test_a_wrong_configuration_names_the_field():
         (dict(vocab_size=True), "vocab_size is True"),
         (dict(dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (dict(bias=1), "bias is 1; it must be true or false"),
+        (dict(positions="rope"), "positions is 'rope'; it must be one of table, alibi"),
+        (dict(positions="alibi"), "window is None; it must be a whole number of at least 1"),
+        (dict(positions="alibi", window=9999999), "window is 9999999; it must be a whole number"),
+        (dict(window=5), "window is 5; it must be None with positions 'table'"),
     ):
         with pytest.raises(ValueError, match=message):
             GPTConfig(**change)

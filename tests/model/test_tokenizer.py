@@ -20,14 +20,6 @@ def decoded(tokenizer, ids):
     return "".join([*map(decoder.feed, ids), decoder.end()])
 
 
-def test_characters_round_trip():
-    tokenizer = CharTokenizer.from_text("hello, wörld")
-    assert len(tokenizer) == 10
-    assert tokenizer.characters == sorted(set("hello, wörld"))
-    assert decoded(tokenizer, tokenizer.encode("hold")) == "hold"
-    assert tokenizer.encode("") == []
-
-
 def test_a_long_text_becomes_a_small_array():
     for characters, kind in ((100, "uint8"), (1000, "int16"), (33_000, "int32")):
         every = "".join(map(chr, range(32, 32 + characters)))

@@ -371,7 +371,6 @@ def test_wrong_arguments_are_named(extension):
     for change, message in (
         (dict(part="part5"), "part is 'part5'"),
         (dict(engine="numpy"), "engine is 'numpy'"),
-        (dict(engine="native", part="part0"), "engine is 'native'; it must be 'torch' with part0"),
         (dict(capacity=17), "capacity is 17"),
         (dict(bc=2**63), "bc is 9223372036854775808"),
         (dict(weights="int4"), "weights is 'int4'; it must be one of fp32, bf16, int8"),

@@ -20,7 +20,6 @@ from shakespeare.attention_ext.webgpu import driver as by_webgpu
 from shakespeare.generation.engines import webgpu
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.texts import generate
 from shakespeare.model import load
 from shakespeare.model.config import GPTConfig
 
@@ -172,13 +171,6 @@ def test_a_lost_device_is_an_error_and_another_engine_has_another(engine_of_tiny
     engine = engine_of_tiny()
     prefill(engine, 0, [1, 2, 3])
     assert engine.logits(0) == expected
-
-
-def test_the_command_line_writes_the_same_text(adapter, cli):
-    arguments = ("part4", "--inference", "-m", "shakes128", "--max-new-tokens", 40, "--num-samples", 2)
-    done = cli(*arguments, "--device", "webgpu")
-    assert done.stdout == cli(*arguments).stdout and "webgpu engine" in done.stderr
-    assert generate(load("shakes128"), max_new_tokens=40, device="webgpu") in done.stdout
 
 
 def test_it_races_with_parts_on_the_cpu(adapter, cli):
