@@ -18,12 +18,21 @@ def assert_exact(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_flash_attention_is_exact_in_float64():
-    q, k, v = qkv(40, 61)
-    for causal, (br, bc) in itertools.product((False, True), ((1, 1), (7, 30), (500, 500))):
-        with naming(causal, br, bc):
-            got = reference.flash_attention(q, k, v, causal=causal, br=br, bc=bc)
-            assert_exact(got, oracle.attention(q, k, v, causal, 24**-0.5))
+def test_flash_attention_and_its_gradients_are_exact_in_float64():
+    q, k, v = (t.requires_grad_() for t in qkv(40, 61))
+    dout, dlse = torch.randn_like(q), torch.randn_like(q[..., 0])
+    for causal, of_lse in itertools.product((False, True), (None, dlse)):
+        scale = 0.7 if causal else None
+        exact = oracle.attention(q, k, v, causal, scale or 24**-0.5)
+        given = dout, torch.zeros_like(dlse) if of_lse is None else of_lse
+        gradients = torch.autograd.grad(exact, (q, k, v), given)
+        for br, bc in ((1, 1), (7, 30), (500, 500)):
+            options = dict(causal=causal, scale=scale, br=br, bc=bc)
+            with naming(options), torch.no_grad():
+                out, lse = reference.flash_attention(q, k, v, **options)
+                assert_exact((out, lse), exact)
+                got = reference.flash_attention_backward(q, k, v, out, lse, dout, of_lse, **options)
+                torch.testing.assert_close(got, gradients, rtol=1e-11, atol=1e-11)
 
 
 def test_two_sets_of_keys_merge_exactly_in_float64():
