@@ -92,18 +92,5 @@ def slow(job) -> Job:
 @pytest.fixture(scope="session")
 def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("slow")
-    run(slow, directory)
-    return files(directory)
-
-
-@pytest.fixture(scope="session")
-def long(job) -> Job:
-    """Some two seconds of two cores: twenty files."""
-    return replace(job, texts=80, settings=asking(job.settings, max_new_tokens=6000))
-
-
-@pytest.fixture(scope="session")
-def long_expected(long, tmp_path_factory) -> dict[str, str]:
-    directory = tmp_path_factory.mktemp("long")
-    run(long, directory, processes(2))
+    run(slow, directory, processes(2))
     return files(directory)

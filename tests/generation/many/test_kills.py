@@ -75,7 +75,7 @@ def kill_at_random_moments(job, expected, out: Path, kill, address: str | None =
             assert driver.exitcode in (0, -signal.SIGKILL)
             with contextlib.suppress(OSError):
                 complete = json.loads((directory / MANIFEST).read_text())["complete"]
-        check(directory, expected, job.texts)
+        check(directory, expected)
     return jobs
 
 
@@ -87,13 +87,13 @@ def kill_one(pids: list[int], chance) -> bool:
     return False
 
 
-def test_killed_workers_and_drivers_cost_a_retry(long, long_expected, tmp_path):
+def test_killed_workers_and_drivers_cost_a_retry(slow, slow_expected, tmp_path):
     """While they start, and while they write."""
 
     def kill(driver, chance):
         return kill_one([driver.pid] if chance.random() < 0.3 else children(driver.pid), chance)
 
-    kill_at_random_moments(long, long_expected, tmp_path, kill)
+    kill_at_random_moments(slow, slow_expected, tmp_path, kill)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -137,7 +137,7 @@ def nodes():
 
 
 @with_ray
-def test_killed_actors_nodes_and_drivers_cost_a_retry(nodes, long, long_expected, tmp_path):
+def test_killed_actors_nodes_and_drivers_cost_a_retry(nodes, slow, slow_expected, tmp_path):
     def kill(driver, chance):
         what = chance.random()
         if what < 0.2:
@@ -146,7 +146,7 @@ def test_killed_actors_nodes_and_drivers_cost_a_retry(nodes, long, long_expected
             return True
         return kill_one([driver.pid] if what < 0.4 else actors(), chance)
 
-    kill_at_random_moments(long, long_expected, tmp_path, kill, nodes.address)
+    kill_at_random_moments(slow, slow_expected, tmp_path, kill, nodes.address)
 
 
 @with_ray
