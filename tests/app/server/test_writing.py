@@ -125,7 +125,6 @@ def test_the_shapes_of_completions(client):
     assert "usage" not in client.complete(max_tokens=5, stream=True).events[-1]
     assert client.complete(max_tokens=0).text() == ""
     assert client.complete(max_tokens=0, echo=True, stream=True).text() == "ROMEO:"
-    assert client.complete().json()["usage"]["completion_tokens"] == 16
     assert client.complete(prompt=None, max_tokens=3).status == 200
 
 

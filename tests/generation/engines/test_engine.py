@@ -383,9 +383,9 @@ def test_wrong_arguments_are_named(extension):
 
 
 def test_the_decoder_checks_what_it_is_given(extension):
-    gpt = tiny.scaled()
-    checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
-    wider = dataclasses.replace(gpt.config, vocab_size=12)
+    checkpoint = tiny.checkpoint()
+    weights = checkpoint.weights
+    wider = dataclasses.replace(checkpoint.config, vocab_size=12)
     for wrong, change, message in (
         (dict(config=wider), {}, "the size of transformer.wte.weight is 176; it must be 192"),
         (dict(weights={}), {}, "tensors has no transformer.wte.weight"),
@@ -396,12 +396,12 @@ def test_the_decoder_checks_what_it_is_given(extension):
 
     name = "transformer.wte.weight"
     for wrong, message in (
-        (gpt.weights[name].astype("f8"), f"{name} is float64; it must be float32"),
-        (gpt.weights[name].astype("f2"), f"{name} is float16; it must be float32"),
-        (gpt.weights[name][:, ::2], f"{name} has gaps; it or its transpose must be contiguous"),
+        (weights[name].astype("f8"), f"{name} is float64; it must be float32"),
+        (weights[name].astype("f2"), f"{name} is float16; it must be float32"),
+        (weights[name][:, ::2], f"{name} has gaps; it or its transpose must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
-            open_engine(dataclasses.replace(checkpoint, weights=gpt.weights | {name: wrong}))
+            open_engine(dataclasses.replace(checkpoint, weights=weights | {name: wrong}))
 
     decoder = open_engine(checkpoint, capacity=16, slots=2)
     with pytest.raises(TypeError, match="cannot be copied"):
