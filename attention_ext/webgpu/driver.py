@@ -70,7 +70,10 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
             at += 1
             continue
         indent, index, bound = loop.groups()
-        count = eval(bound.replace("u", "").replace("/", "//"), {}, constants)  # in Python: 4, KEYS // 2
+        first, *rest = (constants[word] if word in constants else word.rstrip("u") for word in bound.split())
+        count = int(first)
+        if rest:
+            count = count * int(rest[1]) if rest[0] == "*" else count // int(rest[1])
         end = lines.index(indent + "}", at)
         body = unrolled(lines[at + 1 : end], constants)
         for i in range(count):
