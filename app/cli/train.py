@@ -169,16 +169,15 @@ def train(
 
         recipe = recipe_of(recipe, start.model, changes.block_size)
     config = recipe.config(len(alphabet(text)))
-    parameters = replace(config, bias=True).num_params
     if device == "cpu":
         from shakespeare.lab.machine import check_memory
 
         activations = ACTIVATION_BYTES * recipe.batch_chars * recipe.n_embd * recipe.n_layer
-        needed = PARAMETER_BYTES * parameters + activations
+        needed = PARAMETER_BYTES * config.num_params + activations
         check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", needed)
-    if not set(MODEL_SIZES).isdisjoint(changed) and parameters > len(text):
+    if not set(MODEL_SIZES).isdisjoint(changed) and config.num_params > len(text):
         notice(
-            f"the model has {parameters:,} parameters, more than the text's {len(text):,} characters: "
+            f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
     part = part or default_part(name, device, recipe.dropout, config, Dtype(dtype or "bf16"))
