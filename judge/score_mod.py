@@ -69,7 +69,9 @@ def cases_on(device: str, seed: int, dtype: Dtype) -> list[Case]:
 def summed(case: Case, score: Tensor, slope: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """The magnitudes that the gradients of q, k and v sum if dout is 1, in float64.
 
-    dS is P slope (dP - D), a difference whose terms are rounded: D comes from the rounded output.
+    score, slope: (B, H, Nq, Nk), as the header changes them. q: (B, H, Nq, d). k, v: (B, H, Nk, d). The
+    results are like q and k, and (B, H, Nk, 1) for v, whose columns sum the same weights. dS is
+    P slope (dP - D), a difference whose terms are rounded: D comes from the rounded output.
     """
     shown = reference.seen(case.Nq, case.Nk, q.device) if case.causal else torch.ones_like(score).bool()
     p = torch.softmax(score.double().masked_fill(~(shown & (score > rules.HIDDEN)), -torch.inf), -1)

@@ -129,8 +129,8 @@ BACKWARD = {
             dict.fromkeys(HALVES, "backward4.cu"),
             "Hopper: the copy engine, asynchronous products, warps of three roles",
             "The tensor cores compute five products, as tiles of keys add to dQ in turns, or for wide heads "
-            "tiles of queries to dK and dV. By estimate shared memory is the bound, for wide heads the L2 "
-            "cache.",
+            "tiles of queries to dK and dV. No unit is busy all the time: few warps wait for each other's "
+            "numbers.",
             tiles=tiles.backward4,
             plan=launches.added_in_turns,
             multiple=8,
