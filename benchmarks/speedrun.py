@@ -54,7 +54,7 @@ RECIPES = {
         "--n-embd 96 --n-head 3 --positions alibi --window 64 --rates adam_lr=0.0045,weight_decay=0.05",
     ),
     "cuda": (
-        900,
+        1200,
         "--n-head 8 --positions alibi --window 128 --batch-chars 4096 "
         "--rates muon_lr=0.03,adam_lr=0.0045,weight_decay=0.15",
     ),
