@@ -42,7 +42,7 @@ def resources(name, d, dtype, capability, rules=0, queries=LARGE):
 def check(name, d, dtype, capability=(9, 0), rules=0, queries=LARGE):
     """Compile a kernel; check that its state stays in registers and its products run beside the rest."""
     found = resources(name, d, dtype, capability, rules, queries)
-    spilled = 0 if EVERY[name].only else WITH_RULES if rules else SPILLING
+    spilled = WITH_RULES if rules else 0 if EVERY[name].only else SPILLING
     spilled = math.inf if name == "3-spilled" else spilled
     with naming(d, dtype, capability, rules):
         assert 0 < found.registers <= 255 and found.spill_stores <= spilled and found.losses == (), found
