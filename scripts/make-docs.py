@@ -139,9 +139,10 @@ def figures_of(figures: dict[str, float] | None) -> str:
 PART4 = "-d 32,64,128 --mask none,causal --rounds 15"
 GPT2 = "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M-2t,355Mx8,355Mx8-2t"
 GPT2 += " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2"
-BACKWARD = "gpt.py bench backward4,backward3,sdpa-flash,sdpa-cudnn,flash-attn-4,flash-attn-4-deterministic"
-BACKWARD += " --backward --device cuda --dtype bf16 --tokens 16384 --columns 2048 -N 4096,16384 -d 64,128"
-BACKWARD += " --mask none,causal --l2 warm -r 7"
+WARM = "--device cuda --dtype bf16 --tokens 16384 --columns 2048 --l2 warm -r 5"
+BACKWARD = "gpt.py bench backward4,backward3,sdpa-cudnn,flash-attn-4,flash-attn-4-deterministic --backward"
+BACKWARD += f" -N 4096,16384 -d 64,128 --mask none,causal {WARM}"
+RULES = f"-N 16384 -d 64,128 --causal --rules none,window=1023,softcap=30,alibi,documents=1024 {WARM}"
 TOKENS = "--device cuda --dtype bf16 --tokens 16384 --columns 2048 -N 512:16384*2"
 LADDER_COMMAND = f"gpt.py bench kernel5,kernel6 {TOKENS} -d 64,128 --mask none --l2 warm -r 5"
 FLASH_COMMAND = f"gpt.py bench kernel6,sdpa-flash,sdpa-cudnn,flash-attn-4 {TOKENS} -d 64,128,256"
@@ -155,6 +156,12 @@ KINDS = {
     "generation_gpt2": ("Text of models of GPT-2's sizes, against other engines", GPT2, generation),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
     "bench_backward": ("Gradients", BACKWARD, bench),
+    "bench_rules": ("Rules", f"gpt.py bench part4,flex,flash-attn-4 {RULES}", bench),
+    "bench_rules_backward": (
+        "Gradients with rules",
+        f"gpt.py bench backward4,flex,flash-attn-4,flash-attn-4-deterministic --backward {RULES}",
+        bench,
+    ),
     "bench_flash": ("FlashAttention's shapes", FLASH_COMMAND, bench),
     "bench_kernels": ("Kernels 5 and 6", LADDER_COMMAND, bench),
 }

@@ -37,10 +37,8 @@
 //     multiply, and they wait for exponentials, fences and the first numbers of a row. dK with dS from
 //     registers, as far as they go, reads less of shared memory and was not faster.
 // Command: python gpt.py bench backward4,backward3,sdpa-cudnn --backward --device cuda --dtype bf16 --tokens
-//     16384 --columns 2048 -N 4096,16384 -d 64,128 --mask none,causal --l2 warm -r 7
-// Measured: NVIDIA H200, bf16, the version before, whose dP began at 0 and after P: 446 to 498 TFLOP/s at
-//     d = 64, 536 to 595 at d = 128, 1.9 to 2.9 times backward3. In turns with it this one has 1.10 times that
-//     at d = 64, 1.04 at d = 128, in the geometric mean.
+//     16384 --columns 2048 -N 4096,16384 -d 64,128 --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, bf16: 486 to 544 TFLOP/s at d = 64, 551 to 632 at d = 128, 2.2 to 3.0 times backward3.
 #include "backward.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH      columns of a tile
@@ -617,8 +615,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Registers: width / 2 (dQ) + 64 (two of S, dP and parts) + 16 (P, then dS) and about 30 more.
 // Bound: by estimate the L2 cache, for 128 KiB of additions and 64 KiB of copies a tile at d = 256. No counter
 //     was read; with four times as many heads in work, more than the cache holds, it took 1.7 times as long.
-// Measured: NVIDIA H200, bf16, the sizes above at d = 256: 366 to 447 TFLOP/s, 1.09 to 1.28 times cuDNN and 2.2
-//     to 2.8 times backward3. At d = 192, 1.06 to 1.15 times cuDNN.
+// Measured: NVIDIA H200, bf16, the sizes above at d = 256: 375 to 462 TFLOP/s, 0.95 to 1.28 times cuDNN. At
+//     d = 192, 1.03 to 1.23 times cuDNN.
 #define ATTENTION_BACKWARD attention_backward_queries
 constexpr int tile_bytes = 64 * width * 2, box_bytes = 64 * box_row;
 constexpr int pairs_bytes = BR * 128;   // P or dS: rows of 64 keys
