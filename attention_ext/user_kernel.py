@@ -337,7 +337,9 @@ class OnCuda:
 
     def source(self, d: int, dtype: Dtype, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
-        macros = {"FORMAT": list(Dtype).index(dtype), "HEAD_DIM": d}
+        from shakespeare.attention_ext.cuda import driver
+
+        macros = {"FORMAT": driver.FORMATS[dtype], "HEAD_DIM": d}
         return nvrtc.Source("user_kernel.cu", arch, macros, self._file.parent, lines=True)
 
     def _compiled(self, *key: Any) -> tuple[Any, Any, list[int]]:
@@ -346,8 +348,8 @@ class OnCuda:
             from shakespeare.attention_ext.cuda import driver
 
             d, dtype, index = key
-            major, minor = driver.gpu(index).capability
-            module = driver.Module(self.source(d, dtype, f"sm_{major}{minor}"))
+            arch = nvrtc.arch(driver.gpu(index).capability)
+            module = driver.Module(self.source(d, dtype, arch))
             launch = module.ints("attention_launch", 3)
             self._on[key] = module, module.function("attention", launch[2]), launch
         return self._on[key]

@@ -225,8 +225,8 @@ def check_gpu(kernel: Any, dtype: Dtype) -> None:
         raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
     if not isinstance(kernel, user_kernel.OnCuda):
         return
-    major, minor = driver.gpu(0).capability
-    nvrtc.make_all(kernel.source(d, dtype, f"sm_{major}{minor}") for d in {case.d for case in CASES})
+    arch = nvrtc.arch(driver.gpu(0).capability)
+    nvrtc.make_all(kernel.source(d, dtype, arch) for d in {case.d for case in CASES})
 
 
 def once(file: Path, dtype: str) -> None:

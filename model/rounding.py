@@ -5,20 +5,18 @@ The decoder's sums of int8 weights times integer activations are exact within a 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shakespeare.attention_ext.build.structs import CSRC, constants
 from shakespeare.model.gpt import GPT
 
-HEADER = Path(__file__).resolve().parent.parent / "attention_ext/csrc/simd/portable.h"
-# As the header states them: no compiler is needed.
-STATED = re.findall(r"^constexpr \w+ INT8_(?:GROUP|BITS) = (\d+);", HEADER.read_text("utf-8"), re.M)
-GROUP, BITS = map(int, STATED)
+STATED = constants(CSRC / "simd" / "portable.h")  # no compiler is needed
+GROUP = STATED["INT8_GROUP"]
+BITS = STATED["INT8_BITS"]
 LEAST_EXPONENT = -107  # least exponent of a row's largest number; smaller rows use the scale of this one
 
 

@@ -21,14 +21,13 @@ from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
-from shakespeare.attention_ext.cuda.launches import BIAS_ADDS
+from shakespeare.attention_ext.cuda.launches import RULES
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.rules import Rules, ScoreMod, checked
 from shakespeare.attention_ext.user_kernel import CudaCall
 
 STREAM = 7
-MODIFIED = 128  # of csrc/cuda/arguments.h
 STAND_IN = """
 #include <stddef.h>
 #include <stdint.h>
@@ -237,7 +236,7 @@ def check_rules(operators: Any) -> None:
         about: dict[str, Any] = dict(causal=False, scale=0.2, return_lse=True, rules=rules)
         torch.testing.assert_close(got, reference.attention(q, k, v, **about), rtol=1e-5, atol=1e-5)
         assert len(planned) == number + 1 and planned[-1][1] is rules.score_mod
-        assert planned[-1][0] & MODIFIED and planned[-1][0] & BIAS_ADDS
+        assert planned[-1][0] & RULES["MODIFIED"] and planned[-1][0] & RULES["BIAS_ADDS"]
 
 
 def main() -> None:

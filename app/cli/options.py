@@ -17,6 +17,7 @@ import click
 
 from shakespeare.app.cli.terminal import notice, one_line, program
 from shakespeare.attention_ext import PARTS, SIMD
+from shakespeare.attention_ext.build.structs import CSRC, constants
 from shakespeare.attention_ext.checks import made as made
 from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, compatible, is_file
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 ESCAPE = re.compile(r"\\[nrt]")
 SHELL = "; in a shell $'\\n' is a line end"
 LARGEST_SIZE = 2**31 - 1
-MAX_THREADS = 1024  # MOST_THREADS of attention_ext/csrc/attention.h
+MAX_THREADS = constants(CSRC / "attention.h")["MOST_THREADS"]
 WIDEST_HEAD = 2**20
 MAX_HEADS = 2**16  # also the most in a batch
 # Modules of the GPU that a measurement runs on; they import torch.

@@ -120,6 +120,12 @@ class Source:
         return file
 
 
+def arch(capability: tuple[int, int]) -> str:
+    """NVRTC's name of a compute capability: 'sm_90'."""
+    major, minor = capability
+    return f"sm_{major}{minor}"
+
+
 def included(file: Path) -> list[Path]:
     """The user's files that a source includes, by the C++ compiler. Raises BuildError if there is none."""
     command = [*toolchain.find_compiler(), "-MM", "-MG", "-D__CUDACC_RTC__", f"-I{SOURCES}", "-x", "c++"]

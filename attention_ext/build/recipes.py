@@ -12,10 +12,10 @@ from pathlib import Path
 
 from shakespeare.attention_ext import processor, rules
 from shakespeare.attention_ext.build import cache, ninja, toolchain
+from shakespeare.attention_ext.build.structs import CSRC
 from shakespeare.attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CSRC = ROOT / "attention_ext" / "csrc"
 # Each implementation of simd/simd.h: its source beside KERNELS, and the flags of all compiled over it.
 HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ispc": (("simd/ispc.cpp",), ("-DSIMD_ELSEWHERE",)),

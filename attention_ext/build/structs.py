@@ -1,4 +1,4 @@
-"""Structures of ctypes that are read from the C++ that declares them, so that a struct stands once."""
+"""Structures of ctypes and whole numbers, read from the C++ that declares them, so that each stands once."""
 
 import ctypes
 import functools
@@ -50,6 +50,15 @@ def structure(file: Path, name: str) -> Any:
             fields.append((field, known * int(count) if count else known))
     above = structure(file, base) if base else ctypes.Structure
     return type(name, (above,), {"_fields_": fields, "__doc__": f"struct {name} of {file.name}."})
+
+
+@functools.cache
+def constants(file: Path) -> dict[str, int]:
+    """The whole numbers that a file in C++ or WGSL names: macros, constants and members of enums."""
+    text = re.sub(r"//.*", "", file.read_text("utf-8"))
+    before = r"(?:#define|const|int|int64_t|size_t|[{,])\s+"
+    named = re.findall(rf"{before}([A-Z][A-Z\d_]+)(?: =)? (\d+)u?(?=\s*(?:[,;}}]|$))", text, re.M)
+    return {name: int(digits) for name, digits in named}
 
 
 def check(struct: Any, size: int) -> None:

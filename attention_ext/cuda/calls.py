@@ -12,14 +12,14 @@ from shakespeare.attention_ext.build.nvrtc import SOURCES
 from shakespeare.attention_ext.build.structs import structure
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import GRADIENT
-from shakespeare.attention_ext.cuda.launches import Sizes
+from shakespeare.attention_ext.cuda.launches import RULES, Sizes
 from shakespeare.attention_ext.parts import Dtype
 
 HEADER = SOURCES / "arguments.h"
 Call, Gradients, Rules, Strides = (
     structure(HEADER, name) for name in ("Call", "Gradients", "Rules", "Strides")
 )
-WINDOW_AND_ALIBI = 1 + 4  # RULED and ALIBI of arguments.h
+WINDOW_AND_ALIBI = RULES["RULED"] + RULES["ALIBI"]
 
 
 @dataclass(frozen=True)

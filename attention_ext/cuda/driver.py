@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.build.structs import CSRC, constants
 from shakespeare.attention_ext.checks import first_line
 from shakespeare.attention_ext.cuda.kernels import choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel, Sizes
@@ -26,7 +27,8 @@ from shakespeare.attention_ext.rules import ScoreMod
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csrc/cuda/call.h
+_NUMBERS = constants(CSRC / "cuda" / "numbers.h")
+FORMATS = {dtype: _NUMBERS[dtype.name] for dtype in Dtype}  # FORMAT of csrc/cuda/call.h
 GRANTED = 48 * 1024  # bytes of shared memory that a block has without asking
 
 
@@ -346,7 +348,7 @@ def source(
     rules: int = 0,
     mod: ScoreMod | None = None,
 ) -> nvrtc.Source:
-    """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/arguments.h.
+    """The kernel to compile. d: as given, not yet padded. rules: a sum of launches.RULES.
 
     mod: a user's change of scores, with MODIFIED.
     """
@@ -361,7 +363,7 @@ def source(
     }
     file = Path(row.sources[dtype])  # a path, if it is a user's
     folder = file.parent if file.is_absolute() else None
-    arch = f"sm_{capability[0]}{capability[1]}{'a' if row.only else ''}"  # for instructions of this one alone
+    arch = nvrtc.arch(capability) + ("a" if row.only else "")  # for instructions of this one alone
     headers = None
     if mod:
         headers = mod.kept

@@ -136,7 +136,7 @@ BACKWARD = {
             multiple=8,
             capability=(9, 0),
             only=True,
-            without=launches.BIAS_GRADIENT,
+            without=launches.RULES["BIAS_GRADIENT"],
         ),
         _with_mma(
             "backward3",
@@ -190,7 +190,7 @@ def choose(
 ) -> tuple[Kernel, Tile]:
     """The kernel with this name, or the fastest one for None, and its tile for so many queries of width d.
 
-    kernel: may be GRADIENT. rules: RULES of csrc/cuda/rules.h. Raises ValueError if the kernel, or no kernel,
+    kernel: may be GRADIENT. rules: a sum of launches.RULES. Raises ValueError if the kernel, or no kernel,
     takes them on this GPU.
     """
     if kernel not in (None, GRADIENT):
@@ -219,7 +219,7 @@ def queries_of(call: Sizes, dtype: Dtype, on: Gpu, rules: int = 0) -> Queries:
     many = 2 * (call.heads // call.group) > on.multiprocessors and dtype is not Dtype.FP32
     few = call.Nq <= (4 if many else MOST_SPLIT) and call.Nk >= FEWEST_KEYS
     share = call.heads * call.Nq // on.multiprocessors
-    return Queries(call.Nq * call.group, share, few, modified=rules >= launches.BIAS_ADDS)
+    return Queries(call.Nq * call.group, share, few, modified=rules >= launches.RULES["BIAS_ADDS"])
 
 
 # The fastest first, in every dtype at (100, 1, 4096, 32) on an H200 (gpt.py bench --device cuda).

@@ -7,16 +7,15 @@ from ctypes import Structure
 from dataclasses import dataclass, field
 from typing import Any
 
-from shakespeare.attention_ext.build.structs import CSRC, structure
+from shakespeare.attention_ext.build.structs import CSRC, constants, structure
 from shakespeare.attention_ext.cuda import tiles
 from shakespeare.attention_ext.cuda.tiles import LARGE, Capability, Queries, Tile, Tiles
 from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
-PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
-# Of RULES, csrc/cuda/arguments.h. Those of a bias and a user's header are the largest.
-BIAS_ADDS = 16
-BIAS_GRADIENT = 64
+PADDING_OF_ROWS = constants(CSRC / "cuda" / "backward.h")["PADDING_OF_ROWS"]
+# What RULES is a sum of, by name. Those of a bias and a user's header are the largest.
+RULES = constants(CSRC / "cuda" / "arguments.h")
 MOST_WAVES = 8  # of blocks, among which splits() chooses
 WAVE_COST = 0.02
 
@@ -189,7 +188,7 @@ class Kernel:
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it; above 1, rows are read 16 bytes at a time, and other inputs copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
-    it takes rules, and fewer heads of k and v. without: RULES that it does not take.
+    it takes rules, and fewer heads of k and v. without: of RULES, those that it does not take.
     """
 
     name: str
@@ -216,7 +215,7 @@ class Kernel:
         return self.earlier.get(dtype, self.capability)
 
     def takes(self, rules: int) -> bool:
-        """Whether the kernel takes these rules, RULES of csrc/cuda/rules.h."""
+        """Whether the kernel takes these rules, a sum of RULES."""
         return not rules or self.ruled and not rules & self.without
 
     def runs_on(self, capability: Capability, dtype: Dtype) -> bool:

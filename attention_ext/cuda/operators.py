@@ -18,16 +18,15 @@ from shakespeare.attention_ext.cuda.kernels import (
     WIDEST,
     check_kernel,
 )
-from shakespeare.attention_ext.cuda.launches import Plan, Sizes
+from shakespeare.attention_ext.cuda.launches import LAUNCHER, Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
 from shakespeare.attention_ext.rules import ARGUMENTS, Rules, ScoreMod
 
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
-MOST_TEXT = 1023  # bytes of an error that the launcher takes
+CONSTANTS = structs.constants(LAUNCHER)
+MOST_TEXT = CONSTANTS["MOST_TEXT"] - 1  # bytes of an error that the launcher takes, but for the last
 NO_RULES = Rules(left=-1).arguments()  # of flash_backward
-PLANNING = 1  # Failure of bindings/launcher.cpp
-MEMORY = 2
 NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 7)
 PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)
 _failed = threading.local()  # `error`: what _planned() raised last in this thread
@@ -58,9 +57,9 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
 def raise_reason(error: Exception) -> None:
     """Raise the error behind a RuntimeError of the launcher, if it has another type."""
     failure = _operators.last_failure()
-    if failure == PLANNING:
+    if failure == CONSTANTS["PLANNING"]:
         raise _failed.__dict__.pop("error", error)
-    if failure == MEMORY:
+    if failure == CONSTANTS["MEMORY"]:
         raise torch.OutOfMemoryError(str(error)) from None
 
 

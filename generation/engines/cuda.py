@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
-from shakespeare.attention_ext.build.structs import structure
+from shakespeare.attention_ext.build.structs import constants, structure
 from shakespeare.attention_ext.cuda.driver import Memory, launch_prepared, synchronize
 from shakespeare.attention_ext.cuda.driver import gpu as gpu
 from shakespeare.attention_ext.parts import Precision
@@ -41,9 +41,9 @@ FIRST_ROW_SECONDS = 2e-5  # for each text of a multiprocessor: the guess before 
 HEADER = layouts.SOURCES / "decoder.h"
 TEXT = np.dtype(structure(HEADER, "Text"))
 Work = structure(HEADER, "Work")
-FIRST = 1  # flags of a Text
-LAST = 2
-
+FLAGS = constants(HEADER)  # of a Text
+FIRST = FLAGS["FIRST"]
+LAST = FLAGS["LAST"]
 
 _lock_folders: set[Path] = set()  # whose owner was checked
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.build.structs import constants
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
@@ -37,7 +38,7 @@ PROMPT_STRIP = 2
 RESIDENT = 2  # blocks of a multiprocessor, of which one may read keys while the other multiplies
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 HEAD_DIMS = (4, 8, 16, 32, 64, 128)  # a power of two of lanes reads a key
-BARRIERS = 4  # of cluster.cu
+BARRIERS = constants(SOURCES / "cluster.h")["BARRIERS"]
 # The kernels' phases, as gpt.py profile names them.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
@@ -99,8 +100,9 @@ class Layout(ABC):
             "CLOCKS": self.clocks,
             "SHARED_BYTES": self.shared(texts),
         }
-        arch = "sm_{}{}".format(*capability)
-        return nvrtc.Source(file, arch, {name: int(n) for name, n in macros.items()}, SOURCES)
+        return nvrtc.Source(
+            file, nvrtc.arch(capability), {name: int(n) for name, n in macros.items()}, SOURCES
+        )
 
     def _pack(
         self,

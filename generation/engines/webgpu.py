@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext.build.structs import constants
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.driver import LOCK, MOST_GROUPS, Adapter, Source, opened
 from shakespeare.generation.engines.engine import EngineOptions, Floats, check_plain
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
 FILES = ("decoder.wgsl", "sampling.wgsl")
-INVOCATIONS = 256  # of a workgroup
+DECODER = constants(SOURCES / "decoder.wgsl")
+INVOCATIONS = DECODER["INVOCATIONS"]  # of a workgroup
 TILES = (256, 128, 64, 32, 16)  # keys of attention's, the largest that fits
 BUFFERS = 8  # of a shader; the portable least too
 TEXT = np.dtype([(name, np.uint32) for name in ("slot", "length", "at", "count", "flags")])  # TEXT words
-FIRST = 1  # flags of a text
-PROMPT = 2
-LAST = 4
+FIRST = DECODER["FIRST"]  # flags of a text
+PROMPT = DECODER["PROMPT"]
+LAST = DECODER["LAST"]
 DISPATCH_SECONDS = 0.01  # of a dispatch: no watchdog ends it, and Ctrl-C takes effect
 FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one was measured
 MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.build.structs import structure
+from shakespeare.attention_ext.build.structs import constants, structure
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.calls import Attention, Matrices
 from shakespeare.attention_ext.cuda.kernels import WIDEST
@@ -24,8 +24,9 @@ from shakespeare.training.cuda.update import FOLDER, Array, Flat, Update
 from shakespeare.training.recipe import GOLDEN, Recipe
 
 LEAST = (8, 0)  # compute capability
-ROWS = 16  # of a block of passes.cu
-Arguments = structure(FOLDER / "passes.cu", "Step")
+PASSES = FOLDER / "passes.cu"
+ROWS = constants(PASSES)["ROWS"]  # of a block
+Arguments = structure(PASSES, "Step")
 IDS = {1: "unsigned char", 2: "short", 4: "int"}  # of a text, by their bytes
 
 
@@ -92,8 +93,8 @@ class TrainingStep:
             "ID": IDS[ids.itemsize],
         }
         self.early = on.capability >= EARLY_LAUNCH
-        arch = "sm_{}{}".format(*on.capability)
-        self.module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
+        passes = nvrtc.Source(PASSES.name, nvrtc.arch(on.capability), macros, FOLDER)
+        self.module = driver.Module(passes)
         self.ids = Array.of(ids)
         self.place = place
 

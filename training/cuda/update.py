@@ -142,7 +142,7 @@ def source(dtype: Dtype, capability: tuple[int, int]) -> nvrtc.Source:
     """The kernels of update.cu."""
     sizes = {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
     numbers = {name: f"{number}f" for name, number in FACTORS.items()}
-    return nvrtc.Source("update.cu", "sm_{}{}".format(*capability), {**sizes, **numbers}, FOLDER)
+    return nvrtc.Source("update.cu", nvrtc.arch(capability), {**sizes, **numbers}, FOLDER)
 
 
 class Update:

@@ -142,7 +142,7 @@ struct Sizes {
     int device, format;              // FORMAT of cuda/call.h
     int64_t B, H, Nq, Nk, d, group;  // group: heads of q for one of k and v
     std::string kernel;
-    int causal = 0, rules = 0;  // RULES of cuda/rules.h
+    int causal = 0, rules = 0;  // RULES of cuda/arguments.h
     int64_t seen = 0;           // keys that a head's queries may see
     int64_t score_mod = 0;      // the address of a user's change of scores, for rules.py's ScoreMod.known
 
@@ -152,8 +152,8 @@ struct Sizes {
     bool operator<(const Sizes& other) const { return all() < other.all(); }
 };
 
-// What failed in this thread's last call; attention_ext/cuda/operators.py has the same numbers.
-enum Failure : int64_t { NONE, PLANNING, MEMORY };
+// What failed in this thread's last call; attention_ext/cuda/operators.py reads the numbers here.
+enum Failure : int64_t { NONE = 0, PLANNING = 1, MEMORY = 2 };
 thread_local Failure failure = NONE;
 
 int64_t last_failure() { return std::exchange(failure, NONE); }

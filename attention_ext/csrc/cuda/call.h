@@ -4,7 +4,7 @@
 //   HEAD_DIM  d, a multiple of what the kernel's row in cuda/kernels.py asks for
 //   BR, BC    queries and keys of a tile
 //   THREADS   of a block
-//   RULES     the rules of attention_ext/rules.py that are compiled in, a sum of those in rules.h; 0 without it
+//   RULES     the rules of attention_ext/rules.py that are compiled in, a sum of those in arguments.h; or 0
 #pragma once
 #ifndef RULES
 #define RULES 0

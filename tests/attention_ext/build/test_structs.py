@@ -67,3 +67,13 @@ def test_a_library_with_another_struct_is_refused(tmp_path):
         BuildError, match=rf"AttentionOf has {size} bytes in the library; it must have {size + 8}"
     ):
         structs.check(wrong, size)
+
+
+def test_constants_are_read(tmp_path):
+    file = tmp_path / "numbers.h"
+    file.write_text(
+        "#define ONE 1  // not 2\nconstexpr int TWO = 2, SUM = ONE + TWO, THREE = 3;\n"
+        "enum { FOUR = 4, FIVE = 5 };\n"
+        "constexpr size_t SHIFTED = 1 << 3;\nconst SIX = 6u;\nint lower = 7;\n"
+    )
+    assert structs.constants(file) == {"ONE": 1, "TWO": 2, "THREE": 3, "FOUR": 4, "FIVE": 5, "SIX": 6}

@@ -14,11 +14,11 @@ import torch
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.build.nvrtc import SOURCES
 from shakespeare.attention_ext.cuda import calls
-from shakespeare.attention_ext.cuda.launches import PADDING_OF_ROWS
+from shakespeare.attention_ext.cuda.launches import PADDING_OF_ROWS, RULES
 from shakespeare.attention_ext.extension import of_bias
 
 SIDE, D = 8, 16
-RULED, SOFTCAP, ALIBI, DOCUMENTS, ADDS, HIDES, GRADIENT, MODIFIED = (1 << i for i in range(8))
+RULED, SOFTCAP, ALIBI, DOCUMENTS, ADDS, HIDES, GRADIENT, MODIFIED = RULES.values()
 MEMORY = 4 * SIDE * (D + 1) + 2 * SIDE * (SIDE + 1)  # floats in shared memory
 WORK = f"""
 #define __shared__
