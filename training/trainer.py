@@ -23,7 +23,7 @@ from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
 from shakespeare.model.loss import evaluate
-from shakespeare.training.cuda.initial import Floats, sinusoids
+from shakespeare.training.initial import Floats, sinusoids
 from shakespeare.training.muon import Muon, States
 from shakespeare.training.recipe import BETAS, CLIP, EPSILON, GOLDEN, MOMENTUM, SIZES, Recipe
 

@@ -15,8 +15,8 @@ from shakespeare.model.checkpoint import load
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT
 from shakespeare.model.loss import evaluate
-from shakespeare.training.cuda.initial import first_weights
 from shakespeare.training.cuda.trainer import CudaTrainer
+from shakespeare.training.initial import first_weights
 from shakespeare.training.recipe import SIZES
 from shakespeare.training.run import train
 from shakespeare.training.trainer import Trainer

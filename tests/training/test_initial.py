@@ -8,7 +8,7 @@ import torch
 from support import naming
 from training_texts import TINY
 
-from shakespeare.training.cuda.initial import first_weights
+from shakespeare.training.initial import first_weights
 from shakespeare.training.trainer import Trainer
 
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
-from shakespeare.training.cuda.initial import Floats, first_weights
 from shakespeare.training.cuda.step import TrainingStep
 from shakespeare.training.cuda.update import Array, Flat
+from shakespeare.training.initial import Floats, first_weights
 from shakespeare.training.recipe import Recipe
 
 STATE = ("value", "average", "first", "second")  # of Flat; `updates` too

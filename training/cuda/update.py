@@ -16,7 +16,7 @@ from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
-from shakespeare.training.cuda.initial import Floats
+from shakespeare.training.initial import Floats
 from shakespeare.training.recipe import (
     BETAS,
     CLIP,
