@@ -154,7 +154,7 @@ def shaders() -> dict[str, Any]:
 
 def step_shaders(step: steps.Step) -> dict[str, Any]:
     """The features that a step needs, and its tiles, the best first, up to one that every adapter takes."""
-    fours = steps.up(STEPS_D, 4)
+    fours = steps.ceil_div(STEPS_D, 4)
     tiles = []
     for tile in step.best(step.tiles, fours):
         memory = step.memory(tile, fours)

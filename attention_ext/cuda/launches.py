@@ -136,7 +136,7 @@ def added_in_turns(kernel: Compiled, call: Sizes) -> Structure:
 
 def _of_gradients(kernel: Compiled, call: Sizes, last: int) -> tuple[int, list[Structure]]:
     """The padded rows, and launches for them, for the tiles of keys, and of `last` blocks."""
-    rows = call.heads * tiles.up(call.Nq, PADDING_OF_ROWS)
+    rows = call.heads * tiles.round_up(call.Nq, PADDING_OF_ROWS)
     lanes = kernel.tile.sizes.get("ROW_LANES", 32)
     keys = call.heads // call.group * -(-call.Nk // kernel.tile.bc)
     blocks = -(-lanes * rows // kernel.tile.threads), keys, last
@@ -226,7 +226,7 @@ class Kernel:
 
     def padded(self, d: int) -> int:
         """The width of the heads that the kernel is compiled for."""
-        return tiles.up(d, self.multiple)
+        return tiles.round_up(d, self.multiple)
 
     def tile(self, d: int, dtype: Dtype, on: Gpu, queries: Queries = LARGE) -> Tile:
         """The tile for queries of width d. Raises ValueError, naming the argument, if there is none."""

@@ -68,7 +68,7 @@ Tiles = Callable[[int, Dtype, Queries, Capability], Iterator[Tile]]
 ASYNCHRONOUS = (8, 0)  # the least capability with cp.async, which needs no registers; a T4 is before it
 
 
-def up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     """The least multiple that is at least `number`."""
     return -(-number // multiple) * multiple
 
@@ -127,7 +127,7 @@ def kernel3(state: str) -> Tiles:
         threads = 128
         in_shared = state == "shared"
         share = 1 if d <= 64 else 2 if d <= 128 else 4
-        pitch = up(d, 4 * share)
+        pitch = round_up(d, 4 * share)
         blocks = {"shared": 1, "registers": 3 if d <= 32 else 2, "spilled": 8}[state]
         sizes = {"SHARE": share, "PITCH": pitch, "STRIP": 8, "BLOCKS": blocks, "O_SHARED": int(in_shared)}
         strip = sizes["STRIP"]
@@ -177,14 +177,14 @@ def kernel4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
             "DIMS": dims,
             "KEYS": keys,
             "WARP_ROWS": warp_rows,
-            "Q_ROW": odd(up(d, dims), 4),
+            "Q_ROW": odd(round_up(d, dims), 4),
             "K_ROW": odd(dims, 4),
-            "V_ROW": up(d, 4 * columns),
+            "V_ROW": round_up(d, 4 * columns),
             "P_ROW": warp_rows + (4 if warp_rows == 8 else 8),
         }
         sizes["SLAB"] = max(bc * sizes["K_ROW"], keys * sizes["V_ROW"])
         numbers = warps * (warp_rows * sizes["Q_ROW"] + keys * sizes["P_ROW"]) + 2 * sizes["SLAB"]
-        fours = up(d, dims) // 4  # of a row
+        fours = round_up(d, dims) // 4  # of a row
         groups = 32 // columns  # of rows
         accesses = (
             Access("Q", warps * warp_rows * fours / 32, vector=4, once=True),
@@ -239,7 +239,7 @@ def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
                 (128, (4, 64, 1, 32, 3, 2, 2, 0), (4, 32, 2, 32, 3, 2, 1, 1)),
                 *rows[3:],
             )
-    width = up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
+    width = round_up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
     stride = odd(width * dtype.bytes, 16)
     for warps, bc, *others in next(row[1:] for row in rows if d <= row[0]):
         sizes = {**dict(zip(names, others)), "WIDTH": width, "STRIDE": stride}
@@ -256,7 +256,7 @@ def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
 
 def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """The fastest of a sweep on an H100. 128 threads copy; as many for each 64 queries multiply."""
-    width = 32 if d <= 32 else up(d, 64)
+    width = 32 if d <= 32 else round_up(d, 64)
     wide = width <= 128 and queries.share >= 192 and (width < 128 or queries.of_head >= 2048)
     wide = wide and not queries.modified
     # more queries share K and V, if no multiprocessor idles; small tiles waste less of short rows
@@ -275,7 +275,7 @@ def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Ite
     if _multiplies_16(dtype, queries.of_head, capability):
         sharers = 2 if d > 160 else 1
         strip = 8 if dtype is Dtype.FP32 and d > 32 else 16
-        width = up(d, 32 * sharers)
+        width = round_up(d, 32 * sharers)
         q_row = odd(width * dtype.bytes, 64)
         sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": 2, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
         for warps in (8 if d <= 64 else 4, 2):
@@ -289,7 +289,7 @@ def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Ite
     br, warps, blocks, loads = next((row[1] for row in rows if queries.of_head <= row[0]), (8, 8, 1, 4))
     vector = 16 // dtype.bytes
     lanes = min(32, 1 << (d // vector - 1).bit_length())
-    width = up(d, lanes * vector)
+    width = round_up(d, lanes * vector)
     sizes = {"TENSOR": 0, "BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width}
     shared = 4 * ((1 + warps) * br * width + 2 * warps * br)
     macros = {**sizes, "SHARERS": 1, **merge}
@@ -311,7 +311,7 @@ def documents(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
 
 def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """The widest that fits is the best: a number from shared memory serves more products."""
-    pitch = up(d, 16) | 1
+    pitch = round_up(d, 16) | 1
     for side, each in ((64, 4), (32, 2), (16, 1), (8, 1)):
         numbers = 4 * side * pitch + 2 * side * (side + 1)
         threads = (side // each) ** 2
@@ -334,7 +334,7 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
             (128, (8, 2, 16, 0, 1, 1, 1, 32, 0, 1, 32, 2), (4, 1, 16, 0, 2, 0, 1, 16, 0, 2, 16, 2)),
             (256, (4, 1, 16, 0, 1, 1, 1, 16, 0, 1, 16, 2)),
         )
-    width = up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
+    width = round_up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
     stride = odd(width * dtype.bytes, 16)
     lanes = min(32, 1 << (width * dtype.bytes // 16 - 1).bit_length())
     for warps, *others in next((row[1:] for row in rows if d <= row[0]), ()):
@@ -355,7 +355,7 @@ def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
     threads = 384  # 128 copy and add
     align = 1024
     if d > 128:
-        width = up(d, 64)
+        width = round_up(d, 64)
         sizes = {"TURN_ROWS": 64, "WIDTH": width, "BOX": 64, "ROW_LANES": 32}
         shared = 768 * width + 32768 + 136 + align
         yield Tile(128, 64, threads, shared, sizes, exponentials=1, tensor=True)

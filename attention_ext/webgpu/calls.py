@@ -11,7 +11,7 @@ from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.checks import check_shapes, finite, none_is_default, truth, type_text
 from shakespeare.attention_ext.parts import PARTS, Dtype, check_compatible
 from shakespeare.attention_ext.webgpu.driver import LOCK, Gpu, Lost, grid, opened
-from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
+from shakespeare.attention_ext.webgpu.steps import WIDEST, ceil_div, choose
 
 PART = PARTS["part4"]
 DTYPES = PART.dtypes["webgpu"]
@@ -37,12 +37,12 @@ class Call:
         self.dtype = q.dtype
         self.step, self.tile = choose(kernel, d, Dtype.parse(q.dtype), gpu.adapter)
         self.pipeline = gpu.pipeline(self.step.source(d, Dtype.parse(q.dtype), self.tile))
-        self.padded = 4 * up(d, 4)
+        self.padded = 4 * ceil_div(d, 4)
         self.rows = B * H * Nq
         buffers = [gpu.buffer(_padded(array, self.padded)) for array in arrays]
         self.out = gpu.buffer(self.rows * self.padded * q.itemsize)
         self.lse = gpu.buffer(4 * self.rows)
-        groups = B * H * up(Nq, self.tile.br)
+        groups = B * H * ceil_div(Nq, self.tile.br)
         limit = max(1, AT_ONCE.get(gpu.adapter.kind, 2**33) // (self.tile.br * Nk * 2 * self.padded))
         self.dispatches = []
         for first in range(0, groups, limit):
@@ -142,7 +142,7 @@ def _attend(
 ) -> list[NDArray[Any]]:
     """The output and the logsumexp, by as many heads at once as fit a buffer."""
     B, H, Nq, d = arrays[0].shape
-    size = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
+    size = 4 * ceil_div(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
     limit = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // size)
     flat = [array.reshape(1, B * H, *array.shape[2:]) for array in arrays]
     parts = []

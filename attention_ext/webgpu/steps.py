@@ -41,7 +41,7 @@ class Tile:
 
     def width(self, fours: int) -> int:
         """Fours of O in each row of a thread, for rows of so many fours."""
-        return up(fours, self.lanes)
+        return ceil_div(fours, self.lanes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Step:
 
     name: what --kernel takes. files: its sources in csrc/webgpu/, behind common.wgsl. why: what it improves
     on, and what still limits it. memory: bytes of workgroup memory for a tile and the fours of a row. tiles:
-    the best first. needs: the features of gpu.OPTIONAL that the adapter must have.
+    the best first. needs: the features of driver.OPTIONAL that the adapter must have.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Step:
         """The tile for rows of d numbers, at most WIDEST. Raises ValueError if the limits allow none."""
         limit = limits["max-compute-workgroup-storage-size"]
         threads = limits["max-compute-invocations-per-workgroup"]
-        fours = up(d, 4)
+        fours = ceil_div(d, 4)
         fit = [t for t in self.tiles if self.memory(t, fours) <= limit and t.threads <= threads]
         if not fit:
             needed = min(self.memory(tile, fours) for tile in self.tiles)
@@ -97,13 +97,13 @@ class Step:
     def source(self, d: int, dtype: Dtype, tile: Tile) -> Source:
         """The shader for rows of d numbers in a dtype."""
         half = dtype is Dtype.FP16
-        sizes = self.constants(up(d, 4), tile)
+        sizes = self.constants(ceil_div(d, 4), tile)
         stored = (("Stored", "vec4<f16>" if half else "vec4<f32>"),)
         needs = sorted({*self.needs} | ({"shader-f16"} if half else set()))
         return Source(("common.wgsl", *self.files), tuple(sizes.items()), stored, tuple(needs))
 
 
-def up(n: int, by: int) -> int:
+def ceil_div(n: int, by: int) -> int:
     """n / by, rounded up."""
     return -(-n // by)
 

@@ -1,7 +1,7 @@
 """What each step in WGSL does by its own count: operations, and bytes asked of each memory."""
 
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.attention_ext.webgpu.steps import Step, Tile, up
+from shakespeare.attention_ext.webgpu.steps import Step, Tile, ceil_div
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.cuda.traffic import visits
 
@@ -13,15 +13,15 @@ def step_counts(step: Step, tile: Tile, cell: Cell, subgroup: int) -> dict[str, 
 
     subgroup: lanes whose common read of workgroup memory counts once.
     """
-    d4 = up(cell.d, 4)
+    d4 = ceil_div(cell.d, 4)
     element = 4 * Dtype(cell.dtype).bytes  # bytes of four numbers in a storage buffer
     line = min(tile.lanes, subgroup)  # lanes that read one number, beside each other
     column = max(1, subgroup // tile.lanes)  # and below
     threads = tile.threads
     heads = cell.batch * cell.heads
-    rows = up(cell.queries, tile.br)
+    rows = ceil_div(cell.queries, tile.br)
     pairs = heads * visits(cell.case(), tile.br, tile.bc)  # tiles of queries with tiles of keys
-    width = up(d4, tile.lanes)
+    width = ceil_div(d4, tile.lanes)
     scores = tile.br * tile.bc
     storage = heads * cell.queries * (d4 * element + 4)  # the output and the logsumexp
     once = 0  # bytes of workgroup memory outside the loop over keys

@@ -17,7 +17,7 @@ from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.calls import Attention, Matrices
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
-from shakespeare.attention_ext.cuda.tiles import up
+from shakespeare.attention_ext.cuda.tiles import round_up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
 from shakespeare.training.cuda.update import FOLDER, Array, Flat, Update
@@ -33,7 +33,7 @@ IDS = {1: "unsigned char", 2: "short", 4: "int"}  # of a text, by their bytes
 def shared_bytes(config: GPTConfig, dtype: Dtype) -> int:
     """Shared of passes.cu."""
     C = config.n_embd
-    vocabulary = up(config.vocab_size, 32)
+    vocabulary = round_up(config.vocab_size, 32)
     piece = 16 // dtype.bytes
     elements = C + piece + max(4 * C, vocabulary) + piece
     return ROWS * (4 * (C + max(C, vocabulary)) + dtype.bytes * elements)
@@ -80,7 +80,7 @@ class TrainingStep:
         self.blocks = -(-self.rows // ROWS)
         self.shared = shared_bytes(config, dtype)
         padded = self.blocks * ROWS
-        vocabulary = up(config.vocab_size, 32)
+        vocabulary = round_up(config.vocab_size, 32)
         # many threads where a block has a multiprocessor for itself
         self.threads = 512 if self.blocks <= on.multiprocessors else 256
         macros: dict[str, int | str] = {

@@ -13,7 +13,7 @@ from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.build.structs import structure
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
-from shakespeare.attention_ext.cuda.tiles import up
+from shakespeare.attention_ext.cuda.tiles import round_up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
 from shakespeare.training.initial import Floats
@@ -96,7 +96,7 @@ class Flat:
 
     def __init__(self, config: GPTConfig) -> None:
         self.shapes = config.shapes()
-        *offsets, end = np.cumsum([0, *(up(math.prod(s), 64) for s in self.shapes.values())]).tolist()
+        *offsets, end = np.cumsum([0, *(round_up(math.prod(s), 64) for s in self.shapes.values())]).tolist()
         self.at = dict(zip(self.shapes, offsets))
         self.value, self.gradient, self.average, self.first, self.second = (Array(end) for _ in FLAT)
         self.updates = Array(1)
@@ -259,7 +259,7 @@ class Update:
         def cost(slices: int) -> float:  # in rows
             return -(-count * slices // slots) * rows / slices + SLICE_COST * slices
 
-        slices = _cut(rows, up(-(-rows // min(range(1, slots + 1), key=cost)), 32))
+        slices = _cut(rows, round_up(-(-rows // min(range(1, slots + 1), key=cost)), 32))
         self.partials = Array(len(slices) * self.sums[-1])
         partials = self.partials.address
         tiles = []
@@ -336,7 +336,7 @@ class Update:
         out = 0
         columns = 64 // self.size  # of a packed matrix's block
         for w in self.weights:
-            rows = up(w.rows, 32)
+            rows = round_up(w.rows, 32)
             for transposed, (n, k) in enumerate(((rows, w.width), (w.width, rows))):
                 job = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
                 jobs += [(*job, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]

@@ -20,7 +20,7 @@ from support import full, naming, or_skip, printed
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.webgpu import attention, calls
 from shakespeare.attention_ext.webgpu.driver import SOURCES, Gpu, opened
-from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
+from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, ceil_div, choose
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
 SHAPES = [(2, 3, 63, 63, 24), (1, 1, 1025, 1025, 24)]  # each width is another shader to compile
@@ -154,7 +154,7 @@ def test_the_table_has_the_workgroup_memory_of_the_source(name):
     text = "".join((SOURCES / file).read_text() for file in step.files)
     size |= {name: size[of] for name, of in re.findall(r"^alias (\w+) = (.+);", text, re.M)}
     for tile in step.tiles:
-        known = step.constants(up(200, 4), tile)
+        known = step.constants(ceil_div(200, 4), tile)
         for const, value in re.findall(r"^const (\w+): u32 = ([^;]+);", text, re.M):
             known[const] = eval(value.replace("/", "//"), {}, known)
         assert (known["BR"], known["BC"]) == (tile.br, tile.bc)
@@ -184,7 +184,7 @@ def test_every_width_fits_the_least_that_webgpu_promises_and_what_metal_has(memo
     for step in STEPS.values():
         for d in range(1, 257):
             tile = step.tile(d, limits)
-            assert step.memory(tile, up(d, 4)) <= memory and tile.threads <= threads
+            assert step.memory(tile, ceil_div(d, 4)) <= memory and tile.threads <= threads
 
 
 Q, T = np.ones((1, 2, 4, 8), np.float32), torch.ones(1, 2, 4, 8)
