@@ -95,6 +95,14 @@ def test_everything_hidden_gives_zeros(attend):
     assert not out.any() and torch.equal(lse, torch.full((1, 2, 40), -torch.inf))
 
 
+def test_a_sink_near_the_lowest_float_has_no_weight(attend):
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    sinks = torch.full((2,), torch.finfo(torch.bfloat16).min)  # in powers of two it is below float32's
+    exact = oracle.defined(q.double(), k.double(), v.double())
+    for mine, right in zip(attend(q, k, v, sinks=sinks, return_lse=True), exact):
+        oracle.assert_close(mine, right, right, 3e-6)
+
+
 def test_operators_keep_pytorchs_contract(extension):
     q = torch.randn(1, 2, 20, 8)
     bias, sinks = torch.randn(1, 1, 20, 20), torch.randn(2)

@@ -78,7 +78,8 @@ void Tile::load(simd::ConstMatrix Qi) {
                         a.scale * SIMD_LOG2E);
     std::fill_n(Ot, a.d * R, 0.0f);
     // A sink is the first score of its row. online_softmax() takes whole numbers as m, so l has the rest of it.
-    const float lowest = a.lowest(head), sink = lowest * SIMD_LOG2E;
+    const float lowest = a.lowest(head);
+    const float sink = std::clamp(lowest * SIMD_LOG2E, HIDDEN, -HIDDEN);  // that of bfloat16's lowest overflows
     const bool has_sink = lowest > HIDDEN;
     const float reference = has_sink ? std::nearbyint(sink) : lowest;
     std::fill_n(m, padded, reference);
