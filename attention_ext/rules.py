@@ -251,7 +251,7 @@ def checked(options: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False)
         if name in found and not torch.isfinite(found[name]).all():
             raise ValueError(f"{name} holds NaN or infinity; it must be finite")
     if "alibi_slopes" in found:
-        if found["alibi_slopes"].requires_grad:
+        if gradient and found["alibi_slopes"].requires_grad:
             raise ValueError("alibi_slopes requires a gradient; only q, k, v, bias and sinks have one")
         found["alibi_slopes"] = found["alibi_slopes"].expand(B, H)
     if "documents" in found:

@@ -103,6 +103,15 @@ def test_a_sink_near_the_lowest_float_has_no_weight(attend):
         oracle.assert_close(mine, right, right, 3e-6)
 
 
+def test_slopes_that_need_a_gradient_are_refused_only_where_one_is_computed(extension):
+    q, slopes = torch.randn(1, 2, 5, 8), torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
+        attention("part4", q, q, q, alibi_slopes=slopes)
+    with torch.no_grad():
+        out = attention("part4", q, q, q, alibi_slopes=slopes)
+    assert torch.equal(out, attention("part4", q, q, q, alibi_slopes=slopes.detach()))
+
+
 def test_operators_keep_pytorchs_contract(extension):
     q = torch.randn(1, 2, 20, 8)
     bias, sinks = torch.randn(1, 1, 20, 20), torch.randn(2)
