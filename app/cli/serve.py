@@ -148,7 +148,10 @@ def serve(
     shown = ", ".join(settings.models)
     try:
         server = running.Server(checkpoints, settings)
-        listener = running.bind(settings)
+        try:
+            listener = running.bind(settings)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"--host {host}, --port {settings.port}") from None
         address, port = listener.getsockname()[:2]
         notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")
         running.serve(server, listener, notice)

@@ -23,7 +23,11 @@ def web(port: int, out: Path | None, only_build: bool) -> None:
     if only_build:
         click.echo(f"{folder}: publish the folder, or show it with gpt.py web")
         return
-    with folder_server.server(folder, port) as server:
+    try:
+        server = folder_server.server(folder, port)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"--port {port}") from None
+    with server:
         click.echo(f"http://127.0.0.1:{server.server_address[1]}/")
         notice("Ctrl-C ends it")
         server.serve_forever()

@@ -61,7 +61,8 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(made):
 
 def test_a_port_that_is_taken_is_one_line(failed, made):
     with folder_server.server(made, 0) as server:
-        assert "Address already in use" in failed("web", "--port", server.server_address[1])
+        port = server.server_address[1]
+        assert f"--port {port}: Address already in use" in failed("web", "--port", port)
 
 
 def test_another_sites_host_is_refused(tmp_path):

@@ -88,7 +88,11 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
         assert f"--model is {models[-1]!r};" in failed("serve", *each)
     assert "--grace" in failed("serve", "--grace", "nan")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "in use" in failed("serve", "-m", MODEL, "--port", taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        assert f"--host localhost, --port {port}: Address already in use" in failed(
+            "serve", "-m", MODEL, "--port", port
+        )
+    assert "--host 256.1.1.1, --port " in failed("serve", "-m", MODEL, "--host", "256.1.1.1", "--insecure")
 
 
 @pytest.mark.full
