@@ -45,13 +45,16 @@ def alphabet(text: str) -> list[str]:
 def read(path: Path) -> str:
     """Read a corpus: decode(), with newlines for old Macs' line ends, without the marks of joined files.
 
-    Raises ValueError as decode() does, and for a folder or a text with a NUL, such as nanoGPT's train.bin.
+    Raises ValueError as decode() does, and for a folder, an empty file or a text with a NUL, such as
+    nanoGPT's train.bin.
     """
     beside = (path if path.is_dir() else path.parent) / "input.txt"
     hint = f"; did you mean {beside}?" if beside.is_file() and beside != path else ""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; it must be a file of text{hint}")
     text = decode(path.read_bytes(), str(path), hint)
+    if not text:
+        raise ValueError(f"{path} is empty; it must be a file of text{hint}")
     at = text.find("\0")
     if at >= 0:
         what = f"holds a NUL, character {at}: it is binary, as nanoGPT's train.bin, or UTF-16"

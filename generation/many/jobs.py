@@ -39,6 +39,8 @@ class Job:
     drawn: bool = False
 
     def __post_init__(self) -> None:
+        if self.texts < 1 and isinstance(self.prompt, Prompts):
+            raise BulkError(f"{self.prompt.path} is empty; it must have a prompt in each line")
         if self.texts < 1:
             raise BulkError(f"texts is {self.texts}; it must be at least 1")
         seed = self.settings.request.seed

@@ -96,10 +96,11 @@ def test_a_file_that_is_no_text_is_named(failed, tmp_path):
         ("a text".encode("utf-16-be"), "holds a NUL, character 0: it is binary, as nanoGPT's train.bin, or"),
         (ids.tobytes(), "holds a NUL, character 1"),
         ((ids + 50000).tobytes(), "is not UTF-8 at byte 1"),
+        (b"", "data/train.bin is empty; it must be a file of text"),
         (None, "data is a folder; it must be a file of text"),
     ):
         name = "data" if content is None else "data/train.bin"
-        if content:
+        if content is not None:
             (tmp_path / name).write_bytes(content)
         for arguments in (train, (*train[:2], "--init", "shakes128", "--corpus"), *others):
             message = failed(*arguments, name)

@@ -430,6 +430,7 @@ def test_wrong_requests_are_one_line(failed, model):
         ([], "give --texts N or --prompts FILE"),
         (["--prompts", "p", "--texts", 3], "--texts does not go with --prompts"),
         (["--prompts", "nowhere"], "nowhere: No such file"),
+        (["--prompts", os.devnull], f"{os.devnull} is empty; it must have a prompt in each line"),
         (["--texts", 2**62, "--seed", 2**63 - 5], "the last text's must be less than 2**63"),
         (["--texts", 3, "--part", "part0", "--engine", "native"], "engine is 'native'"),
         (["--texts", 3, "--gpus", 2], "--gpus goes with --device cuda only"),
