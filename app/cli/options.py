@@ -79,7 +79,9 @@ class TileSize(click.ParamType):
     name = "n|auto"
 
     def convert(self, value, parameter, context) -> int | None:
-        return None if value == "auto" else click.IntRange(1, LARGEST_SIZE).convert(value, parameter, context)
+        if str(value).lower() == "auto":  # --help shows it in capitals
+            return None
+        return click.IntRange(1, LARGEST_SIZE).convert(value, parameter, context)
 
 
 class Numbers(click.ParamType):

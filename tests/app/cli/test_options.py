@@ -1,6 +1,6 @@
 """The lists of numbers that options take, and what a dry run of bench prints."""
 
-from shakespeare.app.cli.options import Numbers
+from shakespeare.app.cli.options import Numbers, TileSize
 
 
 def test_a_dry_run_prints_the_plan_alone(cli):
@@ -24,3 +24,4 @@ def test_ranges():
         ("100:150*2", (100,)),
     ):
         assert Numbers(auto=True).convert(text, None, None) == numbers
+    assert [TileSize().convert(text, None, None) for text in ("auto", "AUTO", "64")] == [None, None, 64]
