@@ -50,16 +50,16 @@ def tokens_of(sizes, seed=0) -> np.ndarray:
 
 def test_gradients_and_loss(gpu):
     for sizes, factor in itertools.product(ON_GPU, (1.0, 5.0)):
-        native, tokens = trainer(sizes, factor), tokens_of(sizes)
-        started = GPT.from_weights(native.config, native.flat.read("value"))
+        trained, tokens = trainer(sizes, factor), tokens_of(sizes)
+        started = GPT.from_weights(trained.config, trained.flat.read("value"))
         loss, model = exact(started, torch.from_numpy(tokens))
-        native.native.tokens.write(tokens)
-        native.native.gradients()
-        native.native.gradients()
+        trained.training_step.tokens.write(tokens)
+        trained.training_step.gradients()
+        trained.training_step.gradients()
         with naming(sizes, factor):
-            assert native.take_losses() == pytest.approx(2 * loss, rel=1e-5)
-            assert native.take_losses() == 0
-            found = native.flat.read("gradient")
+            assert trained.take_losses() == pytest.approx(2 * loss, rel=1e-5)
+            assert trained.take_losses() == 0
+            found = trained.flat.read("gradient")
             for name, p in model.named_parameters():
                 with naming(name):
                     allowed = 1e-4 * float(p.grad.abs().max()) + 1e-9
@@ -70,24 +70,24 @@ def test_gradients_and_loss(gpu):
 
 def test_the_training_step_follows_pytorchs(gpu):
     """Tokens, losses, weights, averages and the optimizers' states, from the same gradients each time."""
-    native = trainer()
+    trained = trainer()
     ids = torch.from_numpy(np.random.default_rng(1).integers(12, size=500))
     pytorchs = Trainer(ONE_STEP, 12, ids, torch.device("cpu"), "part0")
     for name, p in pytorchs.model.named_parameters():
-        p.data.copy_(torch.from_numpy(native.flat.read("value")[name]))
+        p.data.copy_(torch.from_numpy(trained.flat.read("value")[name]))
     pytorchs.averaged.load_state_dict(pytorchs.model.state_dict())
     start = {name: p.detach().clone() for name, p in pytorchs.model.named_parameters()}
     for step in range(6):
         pytorchs.advance((step + 1) / 6, 0.8)
-        native._rate.write(np.float32([(step + 1) / 6]))
-        native._decay.write(np.float32([0.8]))
-        native.native.take_batch()
-        native.native.gradients()
+        trained._rate.write(np.float32([(step + 1) / 6]))
+        trained._decay.write(np.float32([0.8]))
+        trained.training_step.take_batch()
+        trained.training_step.gradients()
         gradients = {name: p.grad.numpy() for name, p in pytorchs.model.named_parameters()}
-        native.flat.write("gradient", gradients)
-        native.native.update(native._rate, native._decay)
-        assert native.take_losses() == pytest.approx(pytorchs.take_losses(), rel=1e-4)
-    found = {name: native.flat.read(name) for name in ("value", "average", "first", "second")}
+        trained.flat.write("gradient", gradients)
+        trained.training_step.update(trained._rate, trained._decay)
+        assert trained.take_losses() == pytest.approx(pytorchs.take_losses(), rel=1e-4)
+    found = {name: trained.flat.read(name) for name in ("value", "average", "first", "second")}
     for (name, p), average in zip(pytorchs.model.named_parameters(), pytorchs.averaged.parameters()):
         moved = float((p.detach() - start[name]).abs().max())
         state = {**pytorchs.muon.state, **pytorchs.adam.state}[p]
@@ -100,7 +100,7 @@ def test_the_training_step_follows_pytorchs(gpu):
                 second = state["exp_avg_sq"]
                 largest = float(second.abs().max())
                 np.testing.assert_allclose(found["second"][name], second, atol=1e-3 * largest)
-    assert native.flat.updates.read()[0] == 6
+    assert trained.flat.updates.read()[0] == 6
 
 
 def test_equal_bits_and_a_state(gpu):
@@ -108,14 +108,14 @@ def test_equal_bits_and_a_state(gpu):
     recipe = dataclasses.replace(ONE_STEP, dropout=0.2)
     seen = []
     for resumed in (False, True):
-        native = trainer(recipe=recipe, dtype=Dtype.BF16)
+        trained = trainer(recipe=recipe, dtype=Dtype.BF16)
         for step in range(8):
             if resumed and step == 5:
-                state = native.state_dict()
-                native = trainer(recipe=recipe, dtype=Dtype.BF16)
-                native.load_state_dict(state)
-            native.advance(1.0, 0.8)
-        seen.append(native.state_dict())
+                state = trained.state_dict()
+                trained = trainer(recipe=recipe, dtype=Dtype.BF16)
+                trained.load_state_dict(state)
+            trained.advance(1.0, 0.8)
+        seen.append(trained.state_dict())
     for name, array in seen[0].items():
         assert np.isfinite(array).all() and np.array_equal(array, seen[1][name]), name
     with pytest.raises(ValueError, match="of other sizes"):
@@ -125,14 +125,14 @@ def test_equal_bits_and_a_state(gpu):
 def test_evaluation_is_pytorchs(gpu):
     for sizes in ON_GPU:
         for dropout in (0.0, 0.3):
-            native = trainer(sizes, 3.0, dataclasses.replace(ONE_STEP, dropout=dropout))
+            trained = trainer(sizes, 3.0, dataclasses.replace(ONE_STEP, dropout=dropout))
             _, T, V, *_ = sizes
-            model = GPT.from_weights(native.config, native.averages())
+            model = GPT.from_weights(trained.config, trained.averages())
             text = np.random.default_rng(2).integers(V, size=7 * T + 3)
             for ids in (text, text[: 6 * T + 6].reshape(6, T + 1)):
                 with naming(sizes, dropout, ids.ndim):
                     right = evaluate(model, torch.from_numpy(ids))
-                    assert native.evaluate(ids) == pytest.approx(right, rel=1e-5)
+                    assert trained.evaluate(ids) == pytest.approx(right, rel=1e-5)
 
 
 def test_a_run_learns_and_records_the_loss_of_what_it_saves(gpu, tmp_path):

@@ -39,18 +39,18 @@ class CudaTrainer:
         weights, place = first_weights(config, recipe.seed)
         for name in ("value", "average"):
             self.flat.write(name, start or weights)
-        self.native = TrainingStep(config, recipe, recipe.batch, dtype, self.flat, ids, place)
+        self.training_step = TrainingStep(config, recipe, recipe.batch, dtype, self.flat, ids, place)
         self._rate = Array(1)
         self._decay = Array(1)
         driver.synchronize_all()  # a stream of ours does not wait for zeros
-        self._launch = driver.captured(self.native.stream, self._step)
+        self._launch = driver.captured(self.training_step.stream, self._step)
         self._before = driver.Event()
         self._last = driver.Event()
 
     def _step(self) -> None:
-        self.native.take_batch()
-        self.native.gradients()
-        self.native.update(self._rate, self._decay)
+        self.training_step.take_batch()
+        self.training_step.gradients()
+        self.training_step.update(self._rate, self._decay)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -62,7 +62,7 @@ class CudaTrainer:
 
         A run by time waits for the step before: else launches are timed.
         """
-        stream = self.native.stream
+        stream = self.training_step.stream
         self._rate.memory.set_later(rate, stream)
         self._decay.memory.set_later(decay, stream)
         self._launch()
@@ -73,8 +73,8 @@ class CudaTrainer:
 
     def take_losses(self) -> float:
         """The sum of the batches' losses since the last call."""
-        _, total = self.native.loss.read(np.float64).tolist()
-        self.native.loss.write(np.zeros(2))
+        _, total = self.training_step.loss.read(np.float64).tolist()
+        self.training_step.loss.write(np.zeros(2))
         return total
 
     def averages(self) -> dict[str, Floats]:
@@ -88,7 +88,7 @@ class CudaTrainer:
     def evaluate(self, ids: NDArray[Any]) -> float:
         """The average's mean loss: as model.loss.evaluate(), by the products of the training step."""
         if ids.ndim == 2:
-            return self.native.evaluate(ids)
+            return self.training_step.evaluate(ids)
         if self.config.endless:  # it reads a text on, in pieces that are longer than a block
             import torch
 
@@ -97,7 +97,7 @@ class CudaTrainer:
 
             return evaluate(GPT.from_weights(self.config, self.averages()).cuda(), torch.from_numpy(ids))
         T = self.config.block_size
-        return self.native.evaluate(ids[start : start + T + 1] for start in range(0, len(ids) - 1, T))
+        return self.training_step.evaluate(ids[start : start + T + 1] for start in range(0, len(ids) - 1, T))
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Copies of what the next training steps depend on besides text and recipe, by name."""
