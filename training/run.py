@@ -43,7 +43,7 @@ def train(
     resume: bool = False,
     about: Mapping[str, str] | None = None,
 ) -> dict:
-    """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
+    """Train on `text` but for the end that is held out, and keep the average with the best loss there.
 
     A recipe that holds nothing out learns all of it and keeps the last average; its losses are None.
 
@@ -51,7 +51,7 @@ def train(
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
     about: further settings to record.
-    Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
+    Writes a checkpoint directory to `out` at every new best, and a state every STATE_SECONDS. Returns the
     training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
     [step, training loss, validation loss], the training loss being the mean since the row before.
     Raises BuildError if the device is missing; ValueError if the text does not suit, another process trains

@@ -34,7 +34,7 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     characters = tokenizer.characters
     if len(characters) > MAX_CHARACTERS:
         has = f"{path} has {len(characters)} different characters"
-        raise ValueError(f"{has}; it must have at most 65536, for train.bin")
+        raise ValueError(f"{has}; it must have at most {MAX_CHARACTERS}, for train.bin")
     training, validation = corpus.split(tokenizer.encode_array(text))
     known = sha256(text.encode()).hexdigest() == corpus.SHA256
     click.echo(f"{path}: {'' if known else 'not '}Tiny Shakespeare")

@@ -1,5 +1,5 @@
 // What a query sees beside `causal`, and what changes its scores: the rules of attention_ext/rules.py, whose
-// PyTorch side is reference.py. Parts 1 to 4 ask for a query's keys and for the change of a strip of scores.
+// change() is their PyTorch side. Parts 1 to 4 ask for a query's keys and for the change of a strip of scores.
 #pragma once
 
 #include <cstdint>

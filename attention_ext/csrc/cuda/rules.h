@@ -1,6 +1,6 @@
-// The rules of attention_ext/rules.py in kernels 4, 5, 6 and split, compiled in by RULES: which keys the loops
-// visit, and what becomes of a query's scores there. Without RULES only range_of() is used, as for a causal
-// mask.
+// The rules of attention_ext/rules.py in kernels 4, 5, 6, split and the backward pass, compiled in by RULES:
+// which keys the loops visit, and what becomes of a query's scores there. Without RULES only range_of() is
+// used, as for a causal mask.
 #pragma once
 #include "call.h"
 

@@ -8,6 +8,7 @@ from support import printed
 
 from shakespeare.app.cli import COMMANDS, command_of, first_sentence
 from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parallel import METHODS
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.engines.table import ENGINES
 from shakespeare.generation.request import CONTEXTS
@@ -48,7 +49,7 @@ def test_no_sentence_is_cut(cli, monkeypatch):
             assert f"Write text with {name}: {part.summary}." in shown
 
 
-CHOICES = {"engine": ["auto", *ENGINES], "context": list(CONTEXTS)}
+CHOICES = {"engine": ["auto", *ENGINES], "context": list(CONTEXTS), "method": list(METHODS)}
 CHOICES |= {"weights": list(Precision), "kv_cache": list(CachePrecision)}
 
 
