@@ -24,9 +24,9 @@ from shakespeare.attention_ext.cuda.driver import gpu as gpu
 from shakespeare.attention_ext.parts import Precision
 from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions, Floats
+from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.engines.layouts import Grid, Launch, Layout
 from shakespeare.generation.engines.slots import PLACES, ROW, Prompt, Slots
-from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING
 from shakespeare.model.draft import ORDER, Draft
@@ -154,7 +154,7 @@ class CudaEngine(Slots):
         self._counted = np.zeros((0, 2), np.int32)  # of the last launch, as struct Work has them
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
         largest = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
-        on.prepare(self._way(np.arange(count))[:2] for count in range(1, largest + 1))
+        on.prepare(self._launch_for(np.arange(count))[:2] for count in range(1, largest + 1))
 
     @property
     def description(self) -> str:
@@ -231,7 +231,7 @@ class CudaEngine(Slots):
         texts["slot"] = at
         texts["length"] = self._lengths[at]
         texts["token"] = self._pending[at]
-        launch = self._way(at)
+        launch = self._launch_for(at)
         if launch.drafts:
             tails = self._tails[at].astype(np.uint32)
             before = np.where(self._pending[at, None] < 0, tails[:, 1:], tails[:, :-1])
@@ -287,15 +287,15 @@ class CudaEngine(Slots):
         synchronize(self._gpu.stream)
         return self._every.read(np.empty((rows, self.config.vocab_size), np.float32))
 
-    def _way(self, at: NDArray[np.int64]) -> Launch:
-        """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.
+    def _launch_for(self, at: NDArray[np.int64]) -> Launch:
+        """The launch that writes these texts: with drafts, if each has a cluster of its own and guesses hit.
 
         Penalties count the tokens before a row, which a row of guesses does not know. Counts decide, not
         times, which change from run to run.
         """
         count = len(at)
         if count not in self._launches:
-            self._launches[count] = self._launch_of(count)
+            self._launches[count] = self._plain_launch(count)
         plain = self._launches[count]
         # In clusters of eight, for more texts in bf16, a pass of four rows gains nothing on an H100.
         if self.draft is None or plain.texts > 1 or plain.layout not in self._clusters[:1]:
@@ -308,8 +308,8 @@ class CudaEngine(Slots):
         guesses, hits = self._guessed[at].sum(0)
         return plain if guesses >= TRIED * count and hits < LEAST_HITS * guesses else self._drafted[plain]
 
-    def _launch_of(self, count: int) -> Launch:
-        """What writes so many texts: one pass of clusters, if they suffice, else the grid."""
+    def _plain_launch(self, count: int) -> Launch:
+        """The launch without drafts of so many texts: a pass of clusters, if they suffice, else the grid."""
         on = self._gpu.on
         best: Launch | None = None
         for layout in self._clusters:

@@ -15,8 +15,8 @@ from shakespeare.attention_ext.build.structs import constants
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
-from shakespeare.generation.engines.engine import Floats, check_plain
-from shakespeare.generation.engines.slots import CONSTANTS, ROW, Unfit
+from shakespeare.generation.engines.engine import Floats, Unfit, check_plain
+from shakespeare.generation.engines.slots import CONSTANTS, ROW
 from shakespeare.model import draft
 from shakespeare.model.checkpoint import bf16_bits
 from shakespeare.model.config import EMBEDDING, GPTConfig

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.generation import logprobs
 from shakespeare.generation.engines.engine import Floats, Tokens, rows_of
-from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.sampling import SETTINGS, Sampling
 from shakespeare.model.config import GPTConfig

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext.build.structs import constants
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.driver import LOCK, MOST_GROUPS, Adapter, Source, opened
-from shakespeare.generation.engines.engine import EngineOptions, Floats, check_plain
-from shakespeare.generation.engines.slots import CONSTANTS, PLACES, ROW, Prompt, Slots, Unfit
+from shakespeare.generation.engines.engine import EngineOptions, Floats, Unfit, check_plain
+from shakespeare.generation.engines.slots import CONSTANTS, PLACES, ROW, Prompt, Slots
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
 

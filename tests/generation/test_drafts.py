@@ -182,7 +182,7 @@ def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
         for each in (engine, expected) if sampling else ():
             each.set_sampling(0, sampling)
             prefill(each, 0, [1])
-        has_drafts = engine._way(np.array([0])).drafts
+        has_drafts = engine._launch_for(np.array([0])).drafts
         found, other = (each.write([0], uniforms[:count], 100) for each in (engine, expected))
         assert len(found) == count and np.array_equal(found, other)
         return has_drafts

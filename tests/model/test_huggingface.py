@@ -14,8 +14,8 @@ import torch
 from support import Hostile, naming
 
 from shakespeare import generate
+from shakespeare.generation.engines.engine import Unfit
 from shakespeare.generation.engines.layouts import layouts_for
-from shakespeare.generation.engines.slots import Unfit
 from shakespeare.model import files, huggingface
 from shakespeare.model.checkpoint import Checkpoint, CheckpointError, load
 from shakespeare.model.config import EMBEDDING, HEAD

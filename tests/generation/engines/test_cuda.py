@@ -286,7 +286,7 @@ def test_compiling_is_not_counted_as_writing(emulated, monkeypatch):
         return kernel(layout, texts)
 
     monkeypatch.setattr(engine._gpu, "kernel", slow)
-    kernel(engine._reader, engine._read_together), kernel(*engine._way(np.arange(1))[:2])
+    kernel(engine._reader, engine._read_together), kernel(*engine._launch_for(np.arange(1))[:2])
     writer = Writer(engine)
     text, start = writer.join(Request([1], max_new_tokens=1)), time.perf_counter()
     writer.step()
