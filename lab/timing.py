@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from shakespeare.attention_ext.layout import shares
 from shakespeare.lab import machine
 
 CONFIDENCE = 0.95  # least confidence of a median's interval
@@ -173,7 +174,8 @@ class Timer:
         self._tries = MAX_TRIES
         self._once = clock.time(call, 2)[1] if once is None else once
         repeats = max(1, math.ceil(min_seconds / self._once))
-        self._bursts = spread(repeats, max(1, round(repeats * self._once / clock.burst)))
+        bursts = max(1, round(repeats * self._once / clock.burst))
+        self._bursts = shares(repeats, min(repeats, bursts))
 
     def round(self) -> None:
         """Add a round to the samples."""
@@ -249,12 +251,6 @@ def calm(timed: list[T], paces: Sequence[float], count: int) -> list[T]:
     """The items that were timed undisturbed, and the next calmest ones if there are fewer than `count`."""
     enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:count]])
     return [item for item, pace in zip(timed, paces) if pace >= enough]
-
-
-def spread(count: int, parts: int) -> list[int]:
-    """The sizes of at most `parts` nearly equal parts of `count`, larger ones first, none of them 0."""
-    parts = min(parts, count)
-    return [count // parts + (i < count % parts) for i in range(parts)]
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float]:

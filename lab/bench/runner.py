@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, extension, processor, reference
 from shakespeare.attention_ext.checks import first_line
+from shakespeare.attention_ext.layout import shares
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import freed_memory, machine, rule_options
 from shakespeare.lab.bench.cell import Cell
@@ -27,7 +28,7 @@ from shakespeare.lab.bench.plan import check_memory
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.correctness import allocated, exact_gradients
 from shakespeare.lab.scratch import block_of, scratch
-from shakespeare.lab.timing import Clock, Cpu, Timer, rounds, spread
+from shakespeare.lab.timing import Clock, Cpu, Timer, rounds
 from shakespeare.lab.traffic import streams
 from shakespeare.lab.traffic import traffic as total
 
@@ -101,9 +102,13 @@ class Bench:
         peaks = [self.done.peaks[threads], machine.fma_peak(threads=threads)]
         return machine.busy(self.clock.load, peaks, threads)
 
+    def _rounds_by_pass(self) -> list[int]:
+        """The rounds of each pass, at least one."""
+        return shares(self.done.rounds, min(self.done.rounds, self.passes))
+
     def _run(self) -> Iterator[Cell]:
         began = time.perf_counter()
-        first, *later = spread(self.done.rounds, self.passes)
+        first, *later = self._rounds_by_pass()
         right = list[list[Verified]]()
         for _, case in itertools.groupby(self.cells, key=lambda cell: cell.inputs):
             verified = yield from self._verify(list(case))
@@ -153,7 +158,7 @@ class Bench:
         """Time the cells that are not firm in further passes, for `seconds`, few threads first."""
         end = time.perf_counter() + seconds
         self.again = True
-        count = spread(self.done.rounds, self.passes)[0]
+        count = self._rounds_by_pass()[0]
         min_seconds = self.done.min_time / self.done.rounds
         groups.sort(key=lambda group: group[0][0].cell.threads)
         for _, alike in itertools.groupby(groups, key=lambda group: group[0][0].cell.threads):
