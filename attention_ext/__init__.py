@@ -145,6 +145,7 @@ def attention(
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel is {type_text(kernel)}; it must be a name")
     sizes = check_tensors(row, q, k, v, causal, grouped=True)
+    *_, Nk, d = sizes
     named = ruling.named(rules) if rules else {}
     gradient = q.requires_grad or k.requires_grad or v.requires_grad
     if named and not gradient:
@@ -155,9 +156,9 @@ def attention(
         gradient = torch.is_grad_enabled()
     if gradient or named or kernel is not None or not q.is_cpu:  # check_tensors() has checked the rest
         _check_row(row, q, gradient, named, kernel, br, bc)
-    checked = ruling.checked(named, q, sizes[4], gradient) if named else None
+    checked = ruling.checked(named, q, Nk, gradient) if named else None
     if scale is None:
-        scale = 1 / math.sqrt(sizes[5])
+        scale = 1 / math.sqrt(d)
     if row.operator is None:
         from shakespeare.attention_ext import reference
 

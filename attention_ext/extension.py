@@ -107,11 +107,9 @@ def _register(name: str, operators: Any) -> None:
 
     def summed(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """The gradient of k or v from those of each of q's heads."""
-        return (
-            gradient
-            if gradient.shape == tensor.shape
-            else gradient.unflatten(1, (tensor.shape[1], -1)).sum(2)
-        )
+        if gradient.shape == tensor.shape:
+            return gradient
+        return gradient.unflatten(1, (tensor.shape[1], -1)).sum(2)
 
     for rules in ("", "_ruled"):
         forward = f"{name}::part4_with_gradient{rules}"

@@ -39,10 +39,8 @@ from shakespeare.model.corpus import LAST_TENTH
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 TARGET = 1.4697  # nats per character: nanoGPT's, in 3 minutes of an A100
 WINDOW = 256  # characters that a loss may depend on
-INNER = (
-    0.855,
-    0.9,
-)  # shares of the text between which recipes are chosen; a record is evaluated on LAST_TENTH
+# Shares of the text between which recipes are chosen; a record is evaluated on LAST_TENTH.
+INNER = (0.855, 0.9)
 FEWEST = 5  # seeds of a record
 LEAST_P = 0.01  # a mean below the target with a larger p-value may be chance
 CLASSES = ("two CPU cores", "a GPU of up to 12 GB", "an H100 or H200")

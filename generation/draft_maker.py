@@ -123,9 +123,8 @@ def _contexts(
     threshold = LEAST_COUNT
     lower = np.bincount(tokens.ravel(), shares.ravel(), V)[None] + SMOOTHING / V
     lower = (lower / lower.sum()).astype(np.float32)  # (contexts before, V), their probabilities
-    recent = np.zeros(
-        len(corpus), np.int64
-    )  # the tokens before each place, a byte each, the latest one lowest
+    # the tokens before each place, a byte each, the latest one lowest
+    recent = np.zeros(len(corpus), np.int64)
     for n in range(1, drafts.ORDER + 1):
         recent[n:] += corpus[:-n] << 8 * (n - 1)
         known, place, occurrences = np.unique(recent[n:], return_inverse=True, return_counts=True)

@@ -26,8 +26,13 @@ TAG_SHIFT = 19
 FACTOR = 0x9E3779B97F4A7C15  # of a hash
 # The same for generation/csrc/cuda/ngrams_table.h; 64 bits of a macro have a sign.
 MACROS = {
-    **{"ORDER": ORDER, "CONTEXTS": BUCKETS * WAYS, "WAYS": WAYS, "LISTED": LISTED},
-    **{"BUCKET_SHIFT": BUCKET_SHIFT, "TAG_SHIFT": TAG_SHIFT, "FACTOR": FACTOR - 2**64},
+    "ORDER": ORDER,
+    "CONTEXTS": BUCKETS * WAYS,
+    "WAYS": WAYS,
+    "LISTED": LISTED,
+    "BUCKET_SHIFT": BUCKET_SHIFT,
+    "TAG_SHIFT": TAG_SHIFT,
+    "FACTOR": FACTOR - 2**64,
 }
 MOST_BYTES = 2**20  # of a file
 MOST_VOCABULARY = 256  # a token takes a byte

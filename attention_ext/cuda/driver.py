@@ -233,7 +233,9 @@ def tensor_at(address: int, shape: Sequence[int], dtype: Dtype) -> Tensor:
 
     class Shared:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            **{"shape": tuple(shape), "typestr": f"<i{dtype.bytes}", "version": 3},
+            "version": 3,
+            "shape": tuple(shape),
+            "typestr": f"<i{dtype.bytes}",
             "data": (address, False),
         }
 

@@ -196,8 +196,14 @@ def choose(
     if kernel not in (None, GRADIENT):
         row = check_kernel(kernel, rules)
         return row, row.tile(d, dtype, on, queries)
-    first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= tiles.SMALL else ()
-    for row in BACKWARD.values() if kernel else (KERNELS[name] for name in (*first, *FASTEST)):
+    names: tuple[str, ...] = FASTEST
+    if kernel == GRADIENT:
+        names = tuple(BACKWARD)
+    elif queries.few:
+        names = ("split", *FASTEST)
+    elif d <= 32 and queries.share <= tiles.SMALL:
+        names = ("5", *FASTEST)
+    for row in (EVERY[name] for name in names):
         try:
             if row.takes(rules):
                 return row, row.tile(d, dtype, on, queries)

@@ -148,8 +148,9 @@ def kernel3(state: str) -> Tiles:
 
 
 def kernel4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    """The fastest on an H200, or before 8.0 those that fit; a row begins with the widest heads it is for."""
+    """The fastest on an H200, or before 8.0 those that fit."""
     rows_of_thread = 8
+    # widest heads, then for each tile TX, keys, warps, BLOCKS, DIMS, KEYS
     rows: tuple[tuple, ...] = (
         (16, (4, 32, 4, 2, d, 32)),
         (32, (8, 64, 4, 2, d, 64)),
@@ -200,6 +201,7 @@ def kernel4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
 
 def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """As kernel4()."""
+    # widest heads, then for each tile warps, keys, and the numbers that `names` names
     names: tuple[str, ...] = ("M_TILES", "CHUNK", "STAGES", "BLOCKS")
     rows: tuple[tuple, ...]
     if dtype is Dtype.FP32:
@@ -270,7 +272,7 @@ def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
 
 
 def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
+    """bc: keys that a block takes at a time."""
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
     if _multiplies_16(dtype, queries.of_head, capability):
         sharers = 2 if d > 160 else 1
@@ -284,9 +286,15 @@ def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Ite
             macros = {**sizes, "SHARERS": sharers, **merge}
             yield Tile(16, teams * strip, 32 * warps, shared, macros, tensor=True)
         return
-    one = (1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4)
-    rows = ((1, one), (2, (2, 8, 2, 4)), (4, (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4)))
-    br, warps, blocks, loads = next((row[1] for row in rows if queries.of_head <= row[0]), (8, 8, 1, 4))
+    # queries, warps, blocks of a multiprocessor, loads of a lane at a time
+    shape = 8, 8, 1, 4
+    if queries.of_head == 1:
+        shape = 1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4
+    elif queries.of_head == 2:
+        shape = 2, 8, 2, 4
+    elif queries.of_head <= 4:
+        shape = (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4)
+    br, warps, blocks, loads = shape
     vector = 16 // dtype.bytes
     lanes = min(32, 1 << (d // vector - 1).bit_length())
     width = round_up(d, lanes * vector)
@@ -320,6 +328,7 @@ def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
 
 def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """backward2 and 3, as kernel4(), of a sweep on an H100: wide heads leave registers for one sum a warp."""
+    # widest heads, then for each tile warps, and the numbers that `names` names
     names = "K_M K_CHUNK K_HELD K_BLOCKS K_PAIRED Q_M Q_CHUNK Q_HELD Q_BLOCKS TILE STAGES".split()
     rows: tuple[tuple, ...] = (
         (32, (4, 2, 32, 0, 3, 0, 2, 32, 1, 3, 64, 3)),

@@ -108,13 +108,13 @@ def ceil_div(n: int, by: int) -> int:
     return -(-n // by)
 
 
-# Threads beside and below each other, and rows of a thread.
+# lanes, lines, rows
 _SIDES = [(8, 16, 4), (8, 8, 4), (8, 4, 4), (4, 8, 4), (4, 8, 2), (4, 8, 1), (2, 8, 1), (2, 4, 1), (1, 4, 1)]
-_FOUR = tuple(Tile(*sides, keys=4) for sides in _SIDES)
-# Threads beside and below each other, keys of a thread; more threads first: memory fits few tiles.
-_SIDES = [(8, 32, 8), (16, 16, 4), (8, 16, 8), (8, 16, 4), (8, 12, 4), (8, 8, 4), (8, 4, 4), (4, 64, 8)]
-_SIDES += [(4, 32, 8), (4, 8, 4), (4, 4, 4), (2, 64, 8), (2, 32, 8), (2, 4, 4), (1, 2, 4)]
-_BY_COLUMNS = tuple(Tile(lanes, lines, 4, keys) for lanes, lines, keys in _SIDES)
+_FOUR_KEYS = tuple(Tile(*sides, keys=4) for sides in _SIDES)
+# lanes, lines, keys; more threads first: memory fits few tiles
+_SHAPES = [(8, 32, 8), (16, 16, 4), (8, 16, 8), (8, 16, 4), (8, 12, 4), (8, 8, 4), (8, 4, 4), (4, 64, 8)]
+_SHAPES += [(4, 32, 8), (4, 8, 4), (4, 4, 4), (2, 64, 8), (2, 32, 8), (2, 4, 4), (1, 2, 4)]
+_BY_COLUMNS = tuple(Tile(lanes, lines, rows=4, keys=keys) for lanes, lines, keys in _SHAPES)
 
 
 def _weights(tile: Tile) -> int:
@@ -150,7 +150,7 @@ STEPS = {
             "A number from workgroup memory serves four multiply-adds. A dot product of four takes five "
             "instructions, and each tile waits at four barriers.",
             lambda t, d4: 16 * ((t.br + t.bc) * (d4 + 1) + t.bc * d4 + t.br * (t.lanes + 1) + t.threads),
-            _FOUR,
+            _FOUR_KEYS,
         ),
         Step(
             "4",

@@ -35,7 +35,10 @@ SLICE_COST = 64  # rows whose products take about as long as writing and reading
 # The numbers of Muon and AdamW in update.cu.
 FACTORS = {
     **dict(zip(("A1", "A3", "A5"), QUINTIC)),
-    **{"MOMENTUM": MOMENTUM, "LEAST_NORM": LEAST_NORM, "CLIP": CLIP, "EPSILON": EPSILON},
+    "MOMENTUM": MOMENTUM,
+    "LEAST_NORM": LEAST_NORM,
+    "CLIP": CLIP,
+    "EPSILON": EPSILON,
     **{f"BLEND_{i}": 1 - beta for i, beta in enumerate(BETAS, 1)},
     **{f"LOG_BETA_{i}": math.log(beta) for i, beta in enumerate(BETAS, 1)},
 }
@@ -76,7 +79,7 @@ class Array:
         return Array(*self.shape[1:], bytes=self.bytes, memory=self.memory, address=address)
 
     def write(self, numbers: NDArray[Any]) -> None:
-        """Replace all, after and before all launches; not for a part of another Array."""
+        """Replace all numbers between launches: all before have ended. Not for a part of another Array."""
         driver.synchronize_all()
         self.memory.write(numbers)
         driver.synchronize_all()  # a stream of ours does not wait for the copy
