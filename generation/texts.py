@@ -40,9 +40,9 @@ def slots_for(texts: int, config: GPTConfig, options: EngineOptions) -> tuple[in
     cache_bytes = options.kv_cache.bytes * numbers
     limit = max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes)
     if options.device == "cuda":
-        from shakespeare.generation.engines import cuda
+        from shakespeare.attention_ext.cuda import driver
 
-        limit = max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes)
+        limit = max(1, driver.gpu().memory // GPU_SHARE // cache_bytes)
     elif options.device == "cpu" or not has_gpu():
         limit = min(limit, AT_ONCE * (options.threads or processor.threads()))
     at_once = min(texts, limit)

@@ -331,7 +331,8 @@ def on_cuda(
     us: microseconds of a step's phases, by the first block's cycles at the highest clock. step_us: without
     the clocks. Raises ValueError and BuildError as open_engine() does.
     """
-    from shakespeare.generation.engines.cuda import CudaEngine, gpu
+    from shakespeare.attention_ext.cuda import driver
+    from shakespeare.generation.engines.cuda import CudaEngine
 
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]
@@ -357,7 +358,7 @@ def on_cuda(
         "texts": texts,
         "prompt_tokens": prompt_tokens,
         "new_tokens": tokens,
-        "us": {name: 1e6 * cycles / gpu().hertz for name, cycles in best[True][1].items()},
+        "us": {name: 1e6 * cycles / driver.gpu().hertz for name, cycles in best[True][1].items()},
         "step_us": 1e-3 * best[False][0],
     }
 

@@ -20,11 +20,9 @@ from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
 from shakespeare.attention_ext.build.structs import constants, structure
 from shakespeare.attention_ext.cuda.driver import Memory, launch_prepared, synchronize
-from shakespeare.attention_ext.cuda.driver import gpu as gpu
 from shakespeare.attention_ext.parts import Precision
 from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions, Floats
-from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.engines.layouts import Grid, Launch, Layout
 from shakespeare.generation.engines.slots import PLACES, ROW, Prompt, Slots
 from shakespeare.model.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from shakespeare.attention_ext.build.nvrtc import SOURCES
 from shakespeare.attention_ext.cuda import driver as cuda_driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.generation.engines import cuda, layouts
+from shakespeare.generation.engines import layouts
 
 HERE = Path(__file__).resolve().parent
 
@@ -128,7 +128,7 @@ def install(directory: Path, monkeypatch, threads: int, clusters: tuple[int, ...
     """Let the cuda engine run here, with threads a block and sizes of clusters, built in a directory."""
     driver, device = Driver(), Device(directory)
     monkeypatch.setattr(cuda_driver, "bindings", lambda: driver)
-    monkeypatch.setattr(cuda, "gpu", lambda: device.on)
+    monkeypatch.setattr(cuda_driver, "gpu", lambda: device.on)
     monkeypatch.setattr(layouts, "device", lambda: device)
     for name, value in (("THREADS", threads), ("CLUSTERS", clusters)):
         monkeypatch.setattr(layouts, name, value)

@@ -11,9 +11,10 @@ from support import full
 
 from shakespeare import load
 from shakespeare.attention_ext import PARTS, default_tile
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
-from shakespeare.generation.engines import cuda, layouts
-from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.engines import layouts
+from shakespeare.generation.engines.engine import EngineOptions, Unfit
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many import shards
 from shakespeare.generation.many.jobs import Job
@@ -33,8 +34,8 @@ ENGINES = [
 def no_cuda_engine() -> str | None:
     """Why no GPU here runs the cuda engine, or None."""
     try:
-        layouts.layouts_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, cuda.gpu())
-    except (BuildError, layouts.Unfit) as error:
+        layouts.layouts_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, driver.gpu())
+    except (BuildError, Unfit) as error:
         return str(error)
     return None
 

@@ -22,7 +22,7 @@ from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
 from shakespeare.generation.engines import cuda, layouts, pytorch
-from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.engines.engine import EngineOptions, Unfit
 from shakespeare.generation.engines.table import choose as choose_engine
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
@@ -61,7 +61,7 @@ def no_gpu(monkeypatch) -> str:
         raise BuildError(message)
 
     monkeypatch.setattr(driver, "check_gpu", check_gpu)
-    monkeypatch.setattr(cuda, "gpu", check_gpu)
+    monkeypatch.setattr(driver, "gpu", check_gpu)
     monkeypatch.setattr(layouts, "device", check_gpu)
     return message
 
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_a_sentence():
         (GPTConfig(64, 65, 1, 3, 12), fp32, gpu_of(), "takes n_embd of multiples of 8, not 12"),
         (GPTConfig(64, 65, 12, 12, 768), fp32, gpu_of(), "takes 13,107,200 bytes of weights on a GPU"),
     ):
-        with naming(message), pytest.raises(cuda.Unfit, match=message):
+        with naming(message), pytest.raises(Unfit, match=message):
             layouts.layouts_for(config, weights, cache, on)
     (found,), grid = layouts.layouts_for(SHAKES256, fp32, cache, gpu_of())
     assert (found.blocks, found.most_texts(H100), grid.most_texts(H100)) == (16, 5, 8)
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_a_sentence():
 
 def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch):
     def unfit(*arguments, **named):
-        raise cuda.Unfit("a model that does not fit")
+        raise Unfit("a model that does not fit")
 
     monkeypatch.setattr(cuda, "CudaEngine", unfit)
     monkeypatch.setattr(pytorch, "open_torch", lambda *arguments: "torch")
@@ -312,7 +312,7 @@ def test_long_launches_of_processes_take_turns(emulated, monkeypatch):
     engine = open_engine(tiny.gpt(), "cuda", device="cuda")
     prefill(engine, 0, [1])
     long = threading.Thread(target=engine.write, args=([0], [[0.5]], 1.0))
-    with cuda.turn(cuda.gpu().identity):  # its file is opened anew, as another process does
+    with cuda.turn(driver.gpu().identity):  # its file is opened anew, as another process does
         engine.write([0], [[0.5]])  # short: it waits for nobody
         long.start()
         long.join(0.2)

@@ -18,6 +18,7 @@ from support import full, naming
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu import driver as by_webgpu
 from shakespeare.generation.engines import webgpu
+from shakespeare.generation.engines.engine import Unfit
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model import load
@@ -52,7 +53,7 @@ def test_what_does_not_fit_is_a_sentence():
         (tiny.gpt().config, FP32, limits(max_storage_buffers_per_shader_stage=7), "needs 8 buffers"),
         (GPTConfig(1 << 22, 65, 3, 1, 8), FP32, limits(), "the keys of a text take"),
     ):
-        with naming(message), pytest.raises(webgpu.Unfit, match=message):
+        with naming(message), pytest.raises(Unfit, match=message):
             webgpu.source_for(config, weights, CACHE, config.block_size, on)
     for name in ("shakes128", "shakes256", "shakes1024"):
         webgpu.source_for(load(name).config, FP32, CACHE, 1024, limits())
