@@ -151,7 +151,8 @@ class RollCall:
             answers = {r: self._store.get(self._key(r)).decode() for r in others if r not in silent}
         except dist.DistError:
             return f"the store of the run does not answer, so torchrun has ended (seen by rank {self.rank})"
-        if failed := [f"rank {r} failed with {text}" for r, text in answers.items() if text != HERE]:
+        failed = [f"rank {r} failed with {text}" for r, text in answers.items() if text != HERE]
+        if failed:
             return "; ".join(failed)
         names = " and ".join(f"rank {rank}" for rank in silent)
         return f"{names} did not answer rank {self.rank}: killed or stalled" if silent else None

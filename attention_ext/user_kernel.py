@@ -525,7 +525,8 @@ def reason(error: BaseException, file: Path) -> str:
             if frame.f_code.co_filename == str(file):
                 at = number
         line = getattr(getattr(each, "node", None), "lineno", 0)  # Triton counts from the function
-        if line and (function := str(getattr(each, "src", None))) in text:
+        function = str(getattr(each, "src", None))
+        if line and function in text:
             at = text.count("\n", 0, text.index(function)) + line
     raised = chain[-1] if type(error).__module__.startswith("triton") else error
     message = (str(getattr(raised, "error_message", None) or raised).strip().splitlines() or [""])[0]

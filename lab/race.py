@@ -129,7 +129,7 @@ def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
     On a terminal, and with rich, the texts grow in columns on stderr. After Ctrl-C the results so far are
     echoed, then KeyboardInterrupt is raised again.
     """
-    seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    seen = on_terminal()
     try:
         if seen and find_spec("rich"):
             _watch(runners, prompt)
@@ -138,6 +138,11 @@ def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
     finally:
         same = report(runners, prompt, echo, harmless if seen else str)
     return same
+
+
+def on_terminal() -> bool:
+    """Whether standard output and standard error are both a terminal."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
 def race(runners: Sequence[Runner]) -> Iterator[None]:

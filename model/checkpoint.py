@@ -25,7 +25,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from shakespeare.attention_ext.checks import type_text
+from shakespeare.attention_ext.checks import first_line, type_text
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.checkpoints import SHIPPED as SHIPPED
 from shakespeare.model import huggingface
@@ -348,7 +348,7 @@ def _unpickled(path: Path) -> Any:
         with torch.serialization.safe_globals([(called, name) for name, called in ADMITTED.items()]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):  # PyTorch's text recommends an unsafe load
             refused = re.search(r"GLOBAL ([\w.]+)|<class '([\w.]+)'", str(error))
             reason = "it must hold tensors and plain values only"

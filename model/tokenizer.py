@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext.checks import first_line
 from shakespeare.model.corpus import MARK, alphabet, pieces
 from shakespeare.model.files import write_file
 
@@ -330,8 +331,7 @@ class HuggingFaceTokenizer(BytesTokenizer):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust derives from no Exception
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise VocabularyError(f"{self.source} cannot be {does}: {reason}") from None
+            raise VocabularyError(f"{self.source} cannot be {does}: {first_line(error)}") from None
 
     def __len__(self) -> int:
         return self._size

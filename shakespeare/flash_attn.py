@@ -305,7 +305,7 @@ def flash_attn_with_kvcache(
         if value is not None:
             raise ValueError(f"{name} is given; it must be None, as this function takes none")
     _check(q, k_cache, v_cache, "(B, S, H, d)", ("q", "k_cache", "v_cache"))
-    B, Sq = q.shape[:2]
+    B = q.shape[0]
     rows, S = k_cache.shape[:2]
     new = 0
     if k is not None:

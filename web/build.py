@@ -120,8 +120,6 @@ def facts() -> str:
     """A module with what Python's tables say."""
     numbers = {name: known for name, known in SETTINGS.items() if known.slider}
     sliders = [{"name": name, "default": n.default, "slider": n.slider} for name, n in numbers.items()]
-    wgsl = (webgpu.SOURCES / "decoder.wgsl").read_text(encoding="utf-8")
-    constants = re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)  # such as the flags of a text
     tables = {
         "MODEL": MODEL,
         "MODELS": models(),
@@ -133,7 +131,7 @@ def facts() -> str:
         "OFF": OFF,
         "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
-        "DECODER": {name: int(value) for name, value in constants},
+        "DECODER": webgpu.DECODER,
         "TILES": webgpu.TILES,
         "SIZES": {name: MOST.get(name, MOST_SIZE) for name in SIZES},
         "NESTS": nests(),

@@ -1,7 +1,6 @@
 """What train shows while it runs: a live picture on a terminal, else a line for each evaluation."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -19,7 +18,7 @@ from rich.text import Text
 from shakespeare import generate
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import BuildError
-from shakespeare.lab.race import harmless
+from shakespeare.lab.race import harmless, on_terminal
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.schedule import Schedule, Watcher
@@ -39,10 +38,9 @@ SAMPLE_ROWS = 8
 @contextlib.contextmanager
 def watch(name: str, quiet: bool, stops: Callable[[], bool]) -> Iterator[Watcher]:
     """A picture on a terminal, else lines. stops: tells whether the run is to stop."""
-    seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     console = Console(stderr=True)
     drawn = console.encoding.startswith("utf") and not console.is_dumb_terminal  # bars are in Unicode only
-    if not seen or quiet or not drawn:
+    if not on_terminal() or quiet or not drawn:
         yield Lines(quiet, stops)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:

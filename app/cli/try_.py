@@ -199,8 +199,10 @@ def try_once(file: Path, size: "Size", chosen: TryOptions, secret: int | None) -
             threading.Thread(target=explain, args=arguments, daemon=True).start()
             try:
                 checker.warm(file)
-                while file not in (now := saves(watched)) or now == before:
+                now = saves(watched)
+                while file not in now or now == before:
                     time.sleep(watch.POLL_SECONDS)
+                    now = saves(watched)
             finally:
                 over.set()  # also at Ctrl-C
             click.echo("")

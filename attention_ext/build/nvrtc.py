@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shakespeare.attention_ext.build import cache, ninja, prebuilt, toolchain
+from shakespeare.attention_ext.build.structs import CSRC
 from shakespeare.attention_ext.parts import BuildError
 
-SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
+SOURCES = CSRC / "cuda"
 INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
 
 # Headers of the C++ library that a user's may include: csrc/cuda/standard.h has what scores need of them.
@@ -76,7 +77,8 @@ class Source:
 
         Raises BuildError if NVRTC is missing or refuses the source, or as cache.make(), prebuilt.kernel().
         """
-        if prebuilt.in_wheel() and (brought := prebuilt.kernel(self.name())):
+        brought = prebuilt.kernel(self.name()) if prebuilt.in_wheel() else None
+        if brought:
             return brought
         file = self.path()
         cache.make(file, f"{self.file} for {self.arch}", self._write)

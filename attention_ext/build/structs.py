@@ -57,7 +57,7 @@ def constants(file: Path) -> dict[str, int]:
     """The whole numbers that a file in C++ or WGSL names: macros, constants and members of enums."""
     text = re.sub(r"//.*", "", file.read_text("utf-8"))
     before = r"(?:#define|const|int|int64_t|size_t|[{,])\s+"
-    named = re.findall(rf"{before}([A-Z][A-Z\d_]+)(?: =)? (\d+)u?(?=\s*(?:[,;}}]|$))", text, re.M)
+    named = re.findall(rf"{before}([A-Z][A-Z\d_]*)(?: =)? (\d+)u?(?=\s*(?:[,;}}]|$))", text, re.M)
     return {name: int(digits) for name, digits in named}
 
 

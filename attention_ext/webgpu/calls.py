@@ -119,10 +119,7 @@ def attention(
     BuildError without an adapter. It computes no gradients and takes no rules. After a lost device, another
     one computes.
     """
-    for name, value in rules.items():
-        if name not in ruling.NAMES:
-            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
-    check_compatible(PART, "webgpu", rules=tuple(name for name, value in rules.items() if value is not None))
+    check_compatible(PART, "webgpu", rules=tuple(ruling.named(rules)))
     causal = truth("causal", causal)
     return_lse = truth("return_lse", return_lse)
     arrays = arrays_of(q, k, v, causal)

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from shakespeare.attention_ext.build.structs import CSRC
 from shakespeare.attention_ext.parts import BuildError
 
-SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
+SOURCES = CSRC / "webgpu"
 INSTALL = "pip install wgpu, or pip install -e '.[webgpu]'"
 DRIVER = "a driver for Vulkan, Metal or Direct3D 12; mesa-vulkan-drivers has one that runs on the CPU"
 OPTIONAL = ("subgroup", "shader-f16")  # features that are asked for where they exist

@@ -14,7 +14,7 @@ from shakespeare.training.cuda.update import Array, Flat
 from shakespeare.training.initial import Floats, first_weights
 from shakespeare.training.recipe import Recipe
 
-STATE = ("value", "average", "first", "second")  # of Flat; `updates` too
+STATE = ("value", "average", "first", "second", "updates")  # of Flat
 
 
 class CudaTrainer:
@@ -101,11 +101,11 @@ class CudaTrainer:
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Copies of what the next training steps depend on besides text and recipe, by name."""
-        return {name: getattr(self.flat, name).read() for name in (*STATE, "updates")}
+        return {name: getattr(self.flat, name).read() for name in STATE}
 
     def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Continue from a state_dict(). Raises ValueError if it is of another model or device."""
-        for name in (*STATE, "updates"):
+        for name in STATE:
             array = getattr(self.flat, name)
             if name not in state or state[name].shape != array.shape:
                 raise ValueError("state is of a model of other sizes or another device")
