@@ -27,7 +27,7 @@ from shakespeare.judge import cases, tolerance
 from shakespeare.judge.cases import Array
 from shakespeare.judge.diagnosis import Finding
 from shakespeare.judge.gradients import INPUTS
-from shakespeare.judge.player import JIT_SECONDS, PAGE, Cpu, Player, Wrong, end_strangers, strangers
+from shakespeare.judge.player import JIT_SECONDS, PAGE, CpuSeconds, Player, Wrong, end_strangers, strangers
 from shakespeare.judge.speed import Size
 from shakespeare.judge.tolerance import Expected
 from shakespeare.lab import timing
@@ -81,7 +81,7 @@ class Clock(timing.Cpu):
         self.sizes = [Timed(N=N, d=d) for N, d in ((size.N, size.d), *more)]
         self._empty = Timed(N=size.N, d=size.d)
         self._others = strangers()
-        self._taken = list[tuple[float, Cpu]]()
+        self._taken = list[tuple[float, CpuSeconds]]()
         source = user_kernel.read(file)
         with_torch = source.needs_torch
         key = "torch" if source.ladder else EMPTY_KEYS.get(file.suffix, "torch" if with_torch else "numpy")

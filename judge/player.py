@@ -111,16 +111,16 @@ def end_strangers(others: set[int]) -> None:
         time.sleep(1e-3)
 
 
-class Cpu(NamedTuple):
+class CpuSeconds(NamedTuple):
     """CPU seconds of a player: all, its first thread's, other processes'; 0 where the system does not say."""
 
     total: float
     main: float
     others: float
 
-    def since(self, before: Cpu) -> Cpu:
+    def since(self, before: CpuSeconds) -> CpuSeconds:
         """What was taken after `before`."""
-        return Cpu(*(now - then for now, then in zip(self, before)))
+        return CpuSeconds(*(now - then for now, then in zip(self, before)))
 
 
 class Player:
@@ -199,7 +199,7 @@ class Player:
         place: Callable[[Sequence[int]], tuple[list[int], int]] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
         **settings: Any,
-    ) -> tuple[Array, float, Cpu]:
+    ) -> tuple[Array, float, CpuSeconds]:
         """The result of a call, its seconds, and the CPU time that the player took from the inputs on.
 
         Several matrices of a result lie below each other. inputs: those that a Subject names; they may be
@@ -355,7 +355,7 @@ class Player:
         """The fields of /proc's stat after the program's name."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
 
-    def cpu_seconds(self) -> Cpu:
+    def cpu_seconds(self) -> CpuSeconds:
         """The CPU time so far, with that of the player's children, also of those that the judge got."""
         mine = main = others = 0.0
         with contextlib.suppress(OSError, ValueError):  # not Linux
@@ -365,7 +365,7 @@ class Player:
             main = 1e-9 * int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
             ended_children = self._stat()[13:15]
             others += sum(map(int, ended_children)) / os.sysconf("SC_CLK_TCK")
-        return Cpu(mine + others, main, others)
+        return CpuSeconds(mine + others, main, others)
 
 
 def _raise(answer: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@
 // While an instance exists, this thread treats denormal numbers as 0, where the processor can: they are slow.
 class NoDenormals {
   public:
-    // Setting takes 8 ns, so it is done only where it changes something.
+    // To set is slower than to get, so it is done only where it changes something.
     NoDenormals() : before(get()) {
         if ((before | FLUSH) != before) set(before | FLUSH);
     }

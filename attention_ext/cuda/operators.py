@@ -18,7 +18,7 @@ from shakespeare.attention_ext.cuda.kernels import (
     WIDEST,
     check_kernel,
 )
-from shakespeare.attention_ext.cuda.launches import LAUNCHER, Plan, Sizes
+from shakespeare.attention_ext.cuda.launches import LAUNCHER, RULES, Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
 from shakespeare.attention_ext.rules import ARGUMENTS, Rules, ScoreMod
 
@@ -100,7 +100,7 @@ def _fake_with_lse(q, k, v, causal, scale, name=None):
 def _fake_ruled(q, k, v, causal, scale, name, *rules):
     check(q, k, v, causal, name, grouped=True)
     if name is not None:
-        check_kernel(name, rules=1)
+        check_kernel(name, RULES["RULED"])
     return _out(q, name), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

@@ -15,6 +15,7 @@ from support import ROOT, naming, printed
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import EVERY, FASTEST, KERNELS, WIDEST, Gpu, choose, queries_of
+from shakespeare.attention_ext.cuda.launches import RULES as BITS
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
 from shakespeare.attention_ext.parts import BuildError, Dtype
@@ -24,8 +25,9 @@ from shakespeare.attention_ext.rules import ScoreMod
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-RULES = (0, 15)  # of csrc/cuda/arguments.h: none, all but a bias and a header
-MODIFIED = 255 - 32  # all of them; 32 is a boolean bias
+PLAIN = sum(BITS[name] for name in ("RULED", "SOFTCAP", "ALIBI", "DOCUMENTS"))
+RULES = (0, PLAIN)  # none, and all but a bias and a header
+MODIFIED = sum(BITS.values()) - BITS["BIAS_HIDES"]  # all; a bias is of numbers or boolean
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
