@@ -146,7 +146,7 @@ class Caller:
 
         tensors = {}
         for name, (handle, shape) in handles.items():
-            tensors[name] = driver.tensor_at(driver.opened(bytes.fromhex(handle)), shape, self._dtype)
+            tensors[name] = driver.tensor_at(driver.address_of(bytes.fromhex(handle)), shape, self._dtype)
         into = [tensors.pop(name) for name in names]
         in_place = {"out": into[0]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
 

@@ -56,7 +56,7 @@ class Memory:
         self.bytes = np.zeros(size, np.uint8)
         self.address = self.bytes.ctypes.data
 
-    def clear_later(self, stream: Any) -> None:
+    def clear_async(self, stream: Any) -> None:
         pass
 
 

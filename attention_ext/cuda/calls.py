@@ -71,7 +71,7 @@ class Attention:
         if plan.box:
             maps = [self._map(q, plan.br, plan), *(self._map(m, plan.bc, plan) for m in (k, v))]
             if plan.scratch:
-                memory.clear_later(self.stream)
+                memory.clear_async(self.stream)
             return self._launch(plan, [*(m.getPtr() for m in maps), *_at(call, scratch)])
         for _ in range(plan.repeats):
             self._launch(plan, _at(call, scratch, number))

@@ -155,7 +155,7 @@ class Event:
 
 
 @functools.cache
-def opened(handle: bytes) -> int:
+def address_of(handle: bytes) -> int:
     """The address here of another process's memory, by its handle()."""
     driver = bindings()
     known = driver.CUipcMemHandle()
@@ -196,7 +196,7 @@ class Memory:
         return array
 
     def handle(self) -> bytes:
-        """What opened() takes in another process."""
+        """What address_of() takes in another process."""
         driver = bindings()
         found = checked(driver.cuIpcGetMemHandle(self.address))
         return ctypes.string_at(found.getPtr(), driver.CU_IPC_HANDLE_SIZE)
@@ -205,20 +205,20 @@ class Memory:
         """A tensor in this memory, which must live as long."""
         return tensor_at(self.address, shape, dtype)
 
-    def write_later(self, host: Memory, size: int, stream: Any) -> None:
+    def write_async(self, host: Memory, size: int, stream: Any) -> None:
         """Let a stream copy so many bytes of the host to the beginning."""
         checked(bindings().cuMemcpyHtoDAsync(self.address, host.address, size, stream))
 
-    def set_later(self, number: float, stream: Any) -> None:
+    def set_async(self, number: float, stream: Any) -> None:
         """Let a stream set the first four bytes to a float32."""
         bits = ctypes.c_uint.from_buffer(ctypes.c_float(number)).value
         checked(bindings().cuMemsetD32Async(self.address, bits, 1, stream))
 
-    def clear_later(self, stream: Any) -> None:
+    def clear_async(self, stream: Any) -> None:
         """Let a stream set all bytes to zero."""
         checked(bindings().cuMemsetD8Async(self.address, 0, self.size, stream))
 
-    def copy_later(self, to: int, origin: int, size: int, stream: Any) -> None:
+    def copy_async(self, to: int, origin: int, size: int, stream: Any) -> None:
         """Let a stream copy bytes from one offset to another."""
         checked(bindings().cuMemcpyDtoDAsync(self.address + to, self.address + origin, size, stream))
 
@@ -280,7 +280,7 @@ def launch(
 ) -> None:
     """Launch a kernel on a stream, by default PyTorch's. arguments: ctypes objects. shared: bytes of a block.
 
-    early: before the launch before it ends; the kernel waits for that itself.
+    early: a programmatic dependent launch, which begins before the last one ends and waits for that itself.
     """
     if stream is None:
         import torch

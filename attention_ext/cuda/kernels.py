@@ -96,7 +96,7 @@ KERNELS = {
             "runs beside the products of another. The tensor cores bound wide heads, the exponentials narrow "
             "ones.",
             tiles.kernel6,
-            launches.resident,
+            launches.persistent,
             multiple=8,
             capability=(9, 0),
             only=True,

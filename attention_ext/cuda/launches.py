@@ -12,7 +12,7 @@ from shakespeare.attention_ext.cuda import tiles
 from shakespeare.attention_ext.cuda.tiles import LARGE, Capability, Queries, Tile, Tiles
 from shakespeare.attention_ext.parts import Dtype
 
-EARLY_LAUNCH = (9, 0)  # the least compute capability
+EARLY_LAUNCH = (9, 0)  # the least compute capability of programmatic dependent launches
 PADDING_OF_ROWS = constants(CSRC / "cuda" / "backward.h")["PADDING_OF_ROWS"]
 # What RULES is a sum of, by name. Those of a bias and a user's header are the largest.
 RULES = constants(CSRC / "cuda" / "arguments.h")
@@ -71,8 +71,8 @@ def for_each_tile_of_keys(kernel: Compiled, call: Sizes) -> Structure:
     return _plan(kernel, launch, scratch=call.heads * call.Nq * (d + 2), repeats=-(-call.Nk // bc), step=bc)
 
 
-def resident(kernel: Compiled, call: Sizes) -> Structure:
-    """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
+def persistent(kernel: Compiled, call: Sizes) -> Structure:
+    """Kernel 6: persistent blocks, at most one for each multiprocessor, which take one tile after the other.
 
     Where tiles differ, a counter in the scratch gives the next one to whoever is done. Q is copied by 64
     rows, those of a warpgroup.
@@ -92,7 +92,7 @@ def for_each_key(kernel: Compiled, call: Sizes) -> Structure:
 
 
 def split(kernel: Compiled, call: Sizes) -> Structure:
-    """Few queries: a block for each split of the keys, then one for each row, which merges the results.
+    """Flash-decoding: a block for each split of the keys, then one for each row, which merges the results.
 
     The queries of heads that share k and v are rows of the same tiles.
     """

@@ -266,7 +266,7 @@ class CudaEngine(Slots):
             while done < len(run):
                 count = min(max(done, 1), len(run) - done)
                 to = int(run[done]) * size
-                self._arrays[name].copy_later(to, int(origin) * size, count * size, self._gpu.stream)
+                self._arrays[name].copy_async(to, int(origin) * size, count * size, self._gpu.stream)
                 origin = run[0]
                 done += count
 
@@ -376,8 +376,8 @@ class CudaEngine(Slots):
         work.drafts = self._chosen.address + size
         function, _ = self._gpu.kernel(launch.layout, launch.texts)
         config = self._gpu.launch(*launch[:3])
-        staged.write_later(host, used, stream)
-        self._arrived.clear_later(stream)
+        staged.write_async(host, used, stream)
+        self._arrived.clear_async(stream)
         with turn(self._gpu.on.identity) if long else contextlib.nullcontext():
             start = time.perf_counter()
             launch_prepared(config, function, self._work_at)

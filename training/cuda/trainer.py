@@ -63,8 +63,8 @@ class CudaTrainer:
         A run by time waits for the step before: else launches are timed.
         """
         stream = self.training_step.stream
-        self._rate.memory.set_later(rate, stream)
-        self._decay.memory.set_later(decay, stream)
+        self._rate.memory.set_async(rate, stream)
+        self._decay.memory.set_async(decay, stream)
         self._launch()
         if self.recipe.minutes is not None:
             self._last.record(stream)

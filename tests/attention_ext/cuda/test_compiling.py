@@ -263,5 +263,5 @@ def test_a_handle_of_memory_reaches_another_process_whole(nvrtc, monkeypatch):
     monkeypatch.setattr(bound, "cuIpcOpenMemHandle", take)
     memory = object.__new__(driver.Memory)
     memory.address, memory._free = 4096, lambda address: (bound.CUresult.CUDA_SUCCESS,)
-    assert driver.opened(memory.handle()) == 4096 and arrived == [handle]
-    driver.opened.cache_clear()
+    assert driver.address_of(memory.handle()) == 4096 and arrived == [handle]
+    driver.address_of.cache_clear()
