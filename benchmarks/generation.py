@@ -225,7 +225,7 @@ def measure(
     for _ in timed_rounds(list(timers.values()), rounds, guard):
         pass
     for name, timer in timers.items():
-        figures[name] |= asdict(timer.samples)
+        figures[name].update(asdict(timer.samples))
     reasons = {name: {"failed": reason} for name, reason in failed.items()}
     return figures | reasons, {name: peers[name] for name in timers if name not in failed}
 
@@ -254,13 +254,13 @@ def finished(case: Case, figures: Figures, limit: float | None = None) -> Figure
         return figures
     first = next(iter(samples.values())).median
     for name, timed in samples.items():
-        figures[name] |= {
+        figures[name].update(
             **rate(case, timed.median),
-            "relative": timed.median / first,
-            "quiet": timed.quiet,
-            "all": timed.disturbance,
-            "spread": timed.spread,
-        }
+            relative=timed.median / first,
+            quiet=timed.quiet,
+            all=timed.disturbance,
+            spread=timed.spread,
+        )
     if limit is None:
         return figures
     return figures | {MEMORY_LIMIT: rate(case, limit) | {"relative": limit / first}}

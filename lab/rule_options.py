@@ -103,7 +103,8 @@ def exact(tensors: Sequence[torch.Tensor], text: str, causal: bool) -> tuple[tor
     )
     for b, h in itertools.product(range(q.shape[0]), range(H)):
         options = example(H, N, q.device, **parse(text))
-        options |= {name: options[name][h : h + 1] for name in ("alibi_slopes", "sinks") if name in options}
+        for name in {"alibi_slopes", "sinks"} & set(options):
+            options[name] = options[name][h : h + 1]
         head = [t[b : b + 1, h : h + 1].double() for t in tensors]
         leaves = [t.requires_grad_(gradient) for t in head[:3]]
         rules = ruling.checked(options, leaves[0], N)

@@ -125,7 +125,7 @@ def streams(part: str, case: Case, block: Block) -> list[Stream] | None:
     if part not in COUNTS:
         return None
     names = vars(block) | vars(case) | FORMULAS["constants"]
-    names |= {"seen": case.seen, "ruled": 1 if case.keys else 0, "crowd": crowd(case.d)}
+    names.update(seen=case.seen, ruled=1 if case.keys else 0, crowd=crowd(case.d))
     for sizes in (FORMULAS["sizes"], COUNTS[part]["sizes"]):
         for name, formula in sizes.items():
             names[name] = value(formula, names)

@@ -119,9 +119,9 @@ class GPTConfig:
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, C)}
         if not self.endless:
             shapes[PLACES] = (self.block_size, C)
-        shapes |= {f"{name}.weight": shape for name, shape in layers.items()}
+        shapes.update({f"{name}.weight": shape for name, shape in layers.items()})
         if self.bias:
-            shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+            shapes.update({f"{name}.bias": shape[:1] for name, shape in layers.items()})
         if self.untied_head:
             shapes[HEAD] = (self.vocab_size, C)
         return shapes

@@ -221,7 +221,8 @@ def _panels(results: list[Result], title: str, panel: Callable[[Axes, list[Resul
         words += f", {counted(threads, 'thread')}" if results[0].cell.device == "cpu" else ""
         axes.set_title(words, fontsize=11)
         panel(axes, groups[causal, d, threads])
-        handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+        artists, labels = axes.get_legend_handles_labels()
+        handles.update(zip(labels, artists))
     for axes in panels[len(groups) :]:
         axes.remove()
     if handles:

@@ -89,19 +89,19 @@ def row(run: Run, result: Result) -> dict:
     first, third = quartiles(result.counted)
     low, high = interval(result.counted)
     rate = cell.flops / median
-    figures |= {
-        "ms": 1e3 * median,
-        "iqr_ms": 1e3 * (third - first),
-        "low_ms": 1e3 * low,
-        "high_ms": 1e3 * high,
-        "margin": result.margin,
-        "quiet": result.quiet if cell.device == "cpu" else None,
-        "all_ms": 1e3 * statistics.median(result.every) if result.every and cell.device == "cpu" else None,
-        "gflops": rate / 1e9,
-        "tflops": rate / 1e12 if cell.device != "cpu" else None,
-        "peak_share": rate / run.peak(cell),
-        "reading_share": result.reading and result.reading / median,
-    }
+    figures.update(
+        ms=1e3 * median,
+        iqr_ms=1e3 * (third - first),
+        low_ms=1e3 * low,
+        high_ms=1e3 * high,
+        margin=result.margin,
+        quiet=result.quiet if cell.device == "cpu" else None,
+        all_ms=1e3 * statistics.median(result.every) if result.every and cell.device == "cpu" else None,
+        gflops=rate / 1e9,
+        tflops=rate / 1e12 if cell.device != "cpu" else None,
+        peak_share=rate / run.peak(cell),
+        reading_share=result.reading and result.reading / median,
+    )
     if result.traffic is not None:
         figures["gbps"] = result.traffic / median / 1e9
         figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
