@@ -38,7 +38,8 @@ template <class Element> struct Kernel {
 };
 
 // takes: whether a call is for these functions. For at most `queries` queries K may be transposed, K and V in
-// bf16. together: a head's last queries over panels of K, each with the bits of its own call.
+// bf16; with rules every query then sees a key, and there are no sinks. together: a head's last queries over
+// panels of K, each with the bits of its own call.
 struct FewQueries : Kernel<float> {
     bool (*takes)(const Attention&);
     int64_t queries;

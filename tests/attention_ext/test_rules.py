@@ -89,6 +89,20 @@ def test_one_query_of_grouped_heads_and_a_long_cache(attend):
         oracle.assert_close(mine, right, right)
 
 
+def test_few_queries_and_transposed_keys(attend):
+    """As of a decoder's panels, whose kernel knows neither sinks nor a query that sees no key."""
+    for Nq, Nk, rule in ((1, 9, "sinks"), (2, 40, "sinks"), (3, 40, "bias"), (3, 1, "window")):
+        q, k, v = torch.randn(1, 2, Nq, 16), torch.randn(1, 2, Nk, 16), torch.randn(1, 2, Nk, 16)
+        seen = torch.arange(Nq)[:, None].expand(Nq, Nk) > 0
+        rules = dict(sinks=torch.randn(2), bias=seen[None, None], window=(0, 0))
+        columns = k.mT.contiguous().mT
+        for mine, right in zip(
+            attend(q, columns, v, return_lse=True, **{rule: rules[rule]}),
+            attention("part0", q, k, v, return_lse=True, **{rule: rules[rule]}),
+        ):
+            torch.testing.assert_close(mine, right)
+
+
 def test_everything_hidden_gives_zeros(attend):
     q = torch.randn(1, 2, 40, 16)
     out, lse = attend(q, q, q, bias=torch.zeros(1, 1, 40, 40, dtype=torch.bool), return_lse=True)

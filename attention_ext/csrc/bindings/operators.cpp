@@ -168,7 +168,8 @@ template <class... Rule> struct Operators {
         AttentionOf<Element> a{sizes<Element>(q_, k_, v_, causal, static_cast<float>(scale), br, bc)};
         std::optional<Given> given;
         if constexpr (RULED) a.rules = &given.emplace(a, Arguments{rules...});
-        const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
+        // With rules transposed keys are a decoder's, for whose kernel every query sees a key and none a sink.
+        const bool transposed = !RULED && !IS_BF16<Element> && a.Nq <= part.few.queries;
         const Tensor q = with_contiguous_rows(q_, a.Nq), k = with_contiguous_rows(k_, a.Nq, transposed),
                      v = with_contiguous_rows(v_, a.Nq);
         const Tensor out = new_tensor({a.B, a.H, a.Nq, a.d}, TYPE<Element>);
