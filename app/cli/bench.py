@@ -265,6 +265,7 @@ def planned(sweep: Sweep, contenders: tuple[str, ...] | None, tune: bool) -> lis
         sweep = replace(sweep, br=(None,), bc=(None,))
     if not {*tiled} & {*names} and (*sweep.br, *sweep.bc) != (None, None):
         raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
+    cells = plan.plan(names, sweep)
     for name in filter(is_file, names):
         notice(f"{name} runs in the process that measures; {to_type()} try {name} has a judge.")
-    return plan.plan(names, sweep)
+    return cells
