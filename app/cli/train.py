@@ -72,7 +72,9 @@ class Changes:
 @options.size("--n-layer", "Layers.", maximum=MAX_LAYERS, show_default="4, or --init's")
 @options.size("--n-head", "Heads of a layer.", maximum=MAX_EMBEDDED, show_default="4, or --init's")
 @options.size("--n-embd", "Width of a layer.", maximum=MAX_EMBEDDED, show_default="128, or --init's")
-@options.number("--dropout", "Share of dropout; on the CPU with part0 only.", maximum=0.9, show_default="0")
+@options.number(
+    "--dropout", "Share of dropout; on the CPU by PyTorch's training step.", maximum=0.9, show_default="0"
+)
 @options.choice(
     "--positions",
     "How the model tells positions apart: by a table as long as a block, or ALiBi, which has no end.",
