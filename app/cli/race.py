@@ -58,7 +58,8 @@ def race(
     from shakespeare.lab import race as racing
     from shakespeare.model import load
 
-    names = parts or (able("cuda") if device == "cuda" else tuple(PARTS))
+    if parts is None:
+        parts = able("cuda") if device == "cuda" else tuple(PARTS)
     checkpoint = load(model)
     prompt = checkpoint.tokenizer.normal(prompt) or "\n"
     request = Request(
@@ -69,6 +70,6 @@ def race(
         use_cache=not no_kv_cache,
     )
     opened = EngineOptions(engine, simd=simd, device=device, kernel=kernel, threads=threads)
-    runners = racing.line_up(checkpoint, names, request, opened)
+    runners = racing.line_up(checkpoint, parts, request, opened)
     notice(f"{model}, {racing.describe(runners, not no_kv_cache)}")
     return racing.run(runners, prompt, click.echo)

@@ -53,6 +53,7 @@ WRONG = [
     (["race", "part3,part4", "--prompt", "FILE:日 1"], "; --prompt-file '日 1' continues a file"),
     (["race", "part0,part9"], "'part9' must be one of part0, part1"),
     (["race", "part0,part0"], "parts is 'part0,part0'; it must name two or more, each once"),
+    (["race", ""], "parts is ''; it must name two or more, each once"),
     (["bench", "-N", "1:5000"], "more than 1000 numbers"),
     (["bench", "none.cpp"], "part is 'none.cpp'; there is no such file"),
     (["bench", "-br", "x"], "a range like 256:4096*2 or 1:9+2 or auto"),
