@@ -98,7 +98,7 @@ SHORT = ("--max-new-tokens", 20)
 def test_all_parts_write_the_same_text(cli, extension):
     asked = ("--prompt", "ROMEO:\n", "--seed", 7, *SHORT)
     done = cli("race", *asked)
-    assert done.stderr.splitlines()[0] == "shakes128, 20 tokens each, with a KV cache"
+    assert "shakes128, 20 tokens each, with a KV cache" in done.stderr.splitlines()  # after a build's
     assert ", 1 thread\n" in done.stderr
     rows = ROW.findall(done.stdout)
     engines = {part: "native" if PARTS[part].operator else "torch" for part in PARTS}
