@@ -121,8 +121,12 @@ def checked(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """The record in a file of --save. Raises ValueError as checked() and for another target."""
-    record = checked(json.loads(file.read_text()), str(file))
+    """The record in a file of --save. Raises ValueError as checked(), without JSON and for another target."""
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not a record that --save wrote: {error}") from None
+    record = checked(content, str(file))
     if record["target"] != TARGET:
         raise ValueError(f"{file} has target {record['target']}; it must be {TARGET}")
     return record
@@ -222,7 +226,9 @@ def main(corpus_file, device, threads, seeds, target, steps, inner, file, folder
         device = old["device"] if old else device
         text = options.read_corpus(corpus_file)
         facts = machine.describe() | ({"gpu": Gpu().describe()} if device == "cuda" else {})
-    except (ValueError, OSError, BuildError) as error:
+    except OSError as error:
+        raise click.UsageError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, BuildError) as error:
         raise click.UsageError(str(error)) from None
     if old:
         _, words, *others = old["options"].split()

@@ -112,6 +112,9 @@ def test_a_record_is_complete_and_its_row_is_in_the_table(bench):
     )
     file.write_text("[]")
     assert "has format None; it must be 2" in bench.run("--check", file).output
+    file.write_text("# A record")
+    assert f"{file} is not a record that --save wrote: " in bench.run("--check", file).output
+    assert "nowhere: No such file" in bench.run("--corpus", "nowhere").output
     assert "'nowhere' does not exist" in bench.run("--table", "nowhere").output
 
 

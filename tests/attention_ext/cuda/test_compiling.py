@@ -25,8 +25,8 @@ from shakespeare.attention_ext.rules import ScoreMod
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-PLAIN = sum(BITS[name] for name in ("RULED", "SOFTCAP", "ALIBI", "DOCUMENTS"))
-RULES = (0, PLAIN)  # none, and all but a bias and a header
+WITHOUT_BIAS = sum(BITS[name] for name in ("RULED", "SOFTCAP", "ALIBI", "DOCUMENTS"))
+RULES = (0, WITHOUT_BIAS)  # none, and all but a bias and a header
 MODIFIED = sum(BITS.values()) - BITS["BIAS_HIDES"]  # all; a bias is of numbers or boolean
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
